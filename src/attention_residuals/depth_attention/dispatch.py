@@ -1,0 +1,177 @@
+"""From a call of `depth_attention` to a backend: validates the sources, then runs what was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from attention_residuals.depth_attention.lean import depth_attention_lean
+from attention_residuals.depth_attention.reference import depth_attention_reference
+
+# In order of preference for backend="auto".
+BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "lean": depth_attention_lean,
+    "reference": depth_attention_reference,
+}
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def available_backends(
+    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> dict[str, str | None]:
+    """Which backends run on this device and dtype: name -> None, or the reason why one cannot.
+
+    "auto" takes the first that can, in this order.
+    """
+    torch.device(device)  # raises RuntimeError for a device that does not exist
+    reason = None if dtype in FLOAT_DTYPES else f"sources must be floating point, got {dtype}"
+    return dict.fromkeys(BACKENDS, reason)
+
+
+@overload
+def depth_attention(
+    sources: Sequence[Tensor] | Tensor,
+    query: Tensor,
+    key_weight: Tensor | None = ...,
+    *,
+    eps: float = ...,
+    scale: float = ...,
+    norm_weight: Tensor | None = ...,
+    norm_eps: float = ...,
+    read_scale: str = ...,
+    return_weights: Literal[False] = ...,
+    backend: str = ...,
+) -> Tensor: ...
+
+
+@overload
+def depth_attention(
+    sources: Sequence[Tensor] | Tensor,
+    query: Tensor,
+    key_weight: Tensor | None = ...,
+    *,
+    eps: float = ...,
+    scale: float = ...,
+    norm_weight: Tensor | None = ...,
+    norm_eps: float = ...,
+    read_scale: str = ...,
+    return_weights: Literal[True],
+    backend: str = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def depth_attention(
+    sources: Sequence[Tensor] | Tensor,
+    query: Tensor,
+    key_weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    scale: float = 1.0,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    read_scale: str = "mean",
+    return_weights: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention over depth: one learned query weighs N sources, token by token.
+
+        alpha = softmax_i(scale * <query, RMSNorm(v_i) * key_weight>),   h = sum_i alpha_i v_i
+    (arXiv 2603.15031, section 3). Computed in float32, or float64 for float64 sources; one downcast at the
+    end. Tokens never mix. With N = 1 the source itself is returned.
+
+    Args:
+        sources: N >= 1 tensors [..., D] of one shape, dtype and device; or one packed tensor [N, ..., D].
+        query: [D]; may be wider than the sources (float32 beside bfloat16), as may the other vectors.
+        key_weight: [D], the key norm's weight; None means ones.
+        eps: added to the mean square inside the key norm's root.
+        scale: multiplies the scores.
+        norm_weight: [D]; if given, RMSNorm(h) * norm_weight is returned (the sublayer's pre-norm, fused).
+        norm_eps: eps of that norm.
+        read_scale: "mean" as above; "sum" multiplies h by N, so that a zero query gives the plain sum.
+        return_weights: also return alpha [N, ...] in float32 (float64 for float64), differentiable.
+        backend: "auto", or a name from `available_backends`. An explicit one never falls back.
+
+    Returns:
+        h [..., D] in the sources' dtype, or (h, alpha).
+
+    Raises:
+        ValueError: no sources; shapes, dtypes, devices or widths that differ; an unknown or unavailable backend.
+        TypeError: something that is not a floating-point tensor.
+    """
+    listed = _check_sources(sources)
+    for name, vector in (("query", query), ("key_weight", key_weight), ("norm_weight", norm_weight)):
+        if vector is not None:
+            _check_vector(name, vector, listed[0])
+    if query is None:
+        raise TypeError("query must be a tensor [D], got None")
+    if read_scale not in ("mean", "sum"):
+        raise ValueError(f"read_scale must be 'mean' or 'sum', got {read_scale!r}")
+    run = _choose(backend, listed[0])
+    gain = float(len(listed)) if read_scale == "sum" else 1.0
+    h, weights = run(
+        listed, query, key_weight, norm_weight, eps=eps, scale=scale, norm_eps=norm_eps, gain=gain
+    )
+    return (h, weights) if return_weights else h
+
+
+def _choose(backend: str, first: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+    if backend == "auto":
+        return BACKENDS["lean"]
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be 'auto' or one of {', '.join(BACKENDS)}, got {backend!r}")
+    return BACKENDS[backend]
+
+
+def _check_sources(sources: Sequence[Tensor] | Tensor) -> tuple[Tensor, ...]:
+    if isinstance(sources, Tensor):
+        if sources.dim() < 2:
+            raise ValueError(
+                f"packed sources must have at least two axes [N, ..., D], got shape {tuple(sources.shape)}"
+            )
+        listed = sources.unbind(0)
+    else:
+        listed = tuple(sources)
+    if not listed:
+        raise ValueError("sources must hold at least one tensor, got none; the embedding is the first source")
+    first = listed[0]
+    for i, source in enumerate(listed):
+        if not isinstance(source, Tensor):
+            raise TypeError(f"sources[{i}] must be a tensor [..., D], got {type(source).__name__}")
+        if source.shape != first.shape:
+            raise ValueError(
+                f"sources must have one shape; sources[0] has {tuple(first.shape)} and sources[{i}] has "
+                f"{tuple(source.shape)}; expand it first if broadcasting is meant"
+            )
+        if source.dtype != first.dtype:
+            raise TypeError(
+                f"sources must have one dtype; sources[0] is {first.dtype} and sources[{i}] is {source.dtype}; "
+                "cast one of them"
+            )
+        if source.device != first.device:
+            raise ValueError(
+                f"sources must be on one device; sources[0] is on {first.device} and sources[{i}] on "
+                f"{source.device}; move one of them"
+            )
+    if first.dim() < 1 or first.shape[-1] < 1:
+        raise ValueError(f"sources must have a last axis of width D >= 1, got shape {tuple(first.shape)}")
+    if first.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"sources must be float16, bfloat16, float32 or float64, got {first.dtype}")
+    return listed
+
+
+def _check_vector(name: str, vector: Tensor, first: Tensor) -> None:
+    if not isinstance(vector, Tensor):
+        raise TypeError(f"{name} must be a tensor [D], got {type(vector).__name__}")
+    if vector.shape != first.shape[-1:]:
+        raise ValueError(
+            f"{name} must have shape [{first.shape[-1]}], the sources' width, got {tuple(vector.shape)}"
+        )
+    if vector.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{name} must be floating point, got {vector.dtype}")
+    if vector.device != first.device:
+        raise ValueError(
+            f"{name} must be on the sources' device {first.device}, got {vector.device}; move it"
+        )

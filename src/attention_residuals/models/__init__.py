@@ -1,0 +1,1 @@
+"""Attention residuals inside Hugging Face models."""

@@ -1,0 +1,128 @@
+"""From a plain model's forward to one that opens a residual stream and can hand out what the reads did."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers.utils import ModelOutput
+from transformers.utils.output_capturing import resolve_hidden_states_indices, selected_hidden_states
+
+from attention_residuals.models.attach import DepthTrace, model_pass
+from attention_residuals.models.outputs import with_depth_weights
+
+# Per thread: lists that receive the trace of every backbone forward run while they are open.
+_LOCAL = threading.local()
+
+
+@contextmanager
+def collect_traces() -> Iterator[list[DepthTrace]]:
+    """Records every backbone forward of this thread; yields the list that fills up."""
+    outer = getattr(_LOCAL, "traces", None)
+    _LOCAL.traces = traces = []
+    try:
+        yield traces
+    finally:
+        _LOCAL.traces = outer
+
+
+def _with_depth_weights_argument(base: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` under the name and signature of `base`, plus the argument `output_depth_weights`."""
+    functools.update_wrapper(forward, base)
+    signature = inspect.signature(base)
+    extra = inspect.Parameter("output_depth_weights", inspect.Parameter.KEYWORD_ONLY, default=None)
+    parameters = list(signature.parameters.values())
+    at = len(parameters) - (parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
+    forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*parameters[:at], extra, *parameters[at:]]
+    )
+    del forward.__wrapped__  # type: ignore[attr-defined]
+    return forward
+
+
+def _setting(model: Any, kwargs: dict[str, Any], name: str) -> Any:
+    """An `output_...` argument, or the config's value where it isn't given."""
+    value = kwargs.pop(name, None)
+    return getattr(model.config, name, None) if value is None else value
+
+
+def backbone_forward(base: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a backbone with reads.
+
+    Beside the plain model's arguments: `output_depth_weights`. `output_hidden_states` gives the mixture that
+    each layer's first read made (the counterpart of a layer's input), then the output of the final norm.
+    """
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        want_weights = _setting(self, kwargs, "output_depth_weights")
+        _refuse_packing(self, args, kwargs)
+        if self.depth_plan.config.mode == "standard":
+            if want_weights:
+                raise ValueError("mode='standard' has no reads, so output_depth_weights can't be given")
+            return base(self, *args, **kwargs)
+        hidden = _setting(self, kwargs, "output_hidden_states")
+        return_dict = _setting(self, kwargs, "return_dict")
+        traces = getattr(_LOCAL, "traces", None)
+        sinks = [sink for sink in (traces, *self.depth_records) if sink is not None]
+        record = bool(want_weights or sinks or hidden is not None and hidden is not False)
+        with model_pass(record) as current:
+            outputs = base(self, *args, output_hidden_states=False, return_dict=True, **kwargs)
+        if current.trace is not None:
+            for sink in sinks:
+                sink.append(current.trace)
+            outputs = _hand_out(self, outputs, current.trace, hidden, want_weights)
+        return outputs if return_dict is None or return_dict else outputs.to_tuple()
+
+    return _with_depth_weights_argument(base, forward)
+
+
+def _hand_out(
+    model: Any, outputs: ModelOutput, trace: DepthTrace, hidden: Any, want_weights: Any
+) -> ModelOutput:
+    if hidden is not None and hidden is not False:
+        states = [*trace.mixtures[:-1:2], outputs.last_hidden_state]
+        selected = selected_hidden_states(hidden)
+        keep = range(len(states))
+        if selected is not None:
+            keep = resolve_hidden_states_indices(model, selected, len(states))
+        outputs["hidden_states"] = tuple(h if i in keep else None for i, h in enumerate(states))
+    return with_depth_weights(outputs, tuple(trace.weights)) if want_weights else outputs
+
+
+def head_forward(base: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a model with a head, with `output_depth_weights` beside the plain model's arguments."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _setting(self, kwargs, "output_depth_weights"):
+            return base(self, *args, **kwargs)
+        if self.base_model.depth_plan.config.mode == "standard":
+            raise ValueError("mode='standard' has no reads, so output_depth_weights can't be given")
+        return_dict = _setting(self, kwargs, "return_dict")
+        with collect_traces() as traces:
+            outputs = base(self, *args, return_dict=True, **kwargs)
+        outputs = with_depth_weights(outputs, tuple(traces[-1].weights))
+        return outputs if return_dict is None or return_dict else outputs.to_tuple()
+
+    return _with_depth_weights_argument(base, forward)
+
+
+def _refuse_packing(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Recurrent layers don't see that positions restart, so documents would leak into each other."""
+    position_ids = args[2] if len(args) > 2 else kwargs.get("position_ids")
+    attention_mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
+    if position_ids is None or attention_mask is not None or "cu_seq_lens_q" in kwargs:
+        return
+    if torch.compiler.is_compiling() or "linear_attention" not in (
+        getattr(model.config, "layer_types", None) or ()
+    ):
+        return
+    if kwargs.get("cache") is None and position_ids.shape[-1] > 1 and bool((position_ids.diff() < 0).any()):
+        raise ValueError(
+            "position_ids restart inside a row, but Gated DeltaNet layers would carry their state from one document "
+            "to the next; put each document in its own row, or pass cu_seq_lens_q on a device with FLA's kernels"
+        )

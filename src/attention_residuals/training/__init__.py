@@ -1,0 +1,1 @@
+"""Training: from settings and text files to a run folder that `from_pretrained` loads."""
