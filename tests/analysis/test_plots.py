@@ -7,10 +7,10 @@ import math
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from matplotlib.transforms import Bbox
 from records import make_record
 
 from attention_residuals.analysis import plots
@@ -56,22 +56,22 @@ def undrawn_labels(figure: Figure) -> set[Text]:
     return labels
 
 
-def boxes(figure: Figure) -> list[tuple[str, Bbox]]:
+def assert_readable(figure: Figure) -> None:
+    texts = shown_texts(figure)
+    assert all(text.get_fontsize() >= 9 for text in texts)
+    assert figure.dpi >= 110
     renderer = figure.canvas.get_renderer()
     # a pixel less all around: text that touches is not yet text that overlaps
-    return [(text.get_text(), text.get_window_extent(renderer).padded(-1)) for text in shown_texts(figure)]
-
-
-def assert_readable(figure: Figure) -> None:
-    assert all(text.get_fontsize() >= 9 for text in shown_texts(figure))
-    assert figure.dpi >= 110
-    found = boxes(figure)
+    found = [(text.get_text(), text.get_window_extent(renderer).padded(-1)) for text in texts]
     page = figure.bbox.padded(1)
     for name, box in found:
         assert page.containsx(box.x0) and page.containsx(box.x1), f"{name!r} leaves the page"
         assert page.containsy(box.y0) and page.containsy(box.y1), f"{name!r} leaves the page"
-    for (name, box), (other, other_box) in itertools.combinations(found, 2):
-        assert not box.overlaps(other_box), f"{name!r} lies over {other!r}"
+    corners = np.array([box.extents for _, box in found])
+    low, high = corners[:, :2], corners[:, 2:]
+    overlaps = ((low[:, None] < high[None]) & (low[None] < high[:, None])).all(axis=-1)
+    pairs = [(found[i][0], found[j][0]) for i, j in np.argwhere(np.triu(overlaps, k=1))]
+    assert not pairs, f"these lie over each other: {pairs}"
 
 
 def test_depth_map_is_readable(summary: DepthSummary) -> None:

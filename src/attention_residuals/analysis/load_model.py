@@ -94,8 +94,8 @@ def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise UserError(f"{folder} is a file; give the folder that holds config.json and the weights")
     if not (folder / "config.json").is_file():
-        checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
-        hint = f"; its newest checkpoint is {checkpoints[-1]}" if checkpoints else ""
+        saved = sorted(folder.glob("**/checkpoint-*/config.json"), key=lambda path: path.stat().st_mtime)
+        hint = f"; the newest checkpoint in it is {saved[-1].parent}" if saved else ""
         raise UserError(f"{folder} holds no config.json, so it is not a model folder{hint}")
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

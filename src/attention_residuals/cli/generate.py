@@ -16,7 +16,7 @@ TOP_P = 0.95
 
 
 def generate(
-    model: Annotated[Path, typer.Argument(help="Model folder, such as the output of attnres train.")],
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Model folder, as attnres train writes it.")],
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after this many tokens.")] = 128,
     temperature: Annotated[

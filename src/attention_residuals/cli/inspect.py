@@ -10,15 +10,21 @@ import typer
 
 from attention_residuals.cli.verbosity import VerboseFlag, set_verbosity
 from attention_residuals.errors import UserError
+from attention_residuals.training.documents import Documents
 
 if TYPE_CHECKING:
     from attention_residuals.analysis.summary import DepthSummary
 
 
 def inspect(
-    model: Annotated[Path, typer.Argument(help="Model folder, such as the output of attnres train.")],
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Model folder, as attnres train writes it.")],
     prompt: Annotated[str | None, typer.Option(help="Text that the model reads.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Text file that the model reads instead.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Text, JSON lines or Parquet file or folder to read instead.")
+    ] = None,
+    text_field: Annotated[
+        str, typer.Option(help="Field of JSON lines and Parquet rows that holds the text.")
+    ] = "text",
     max_tokens: Annotated[int, typer.Option(min=1, help="Read at most this many tokens.")] = 512,
     output_dir: Annotated[
         Path | None, typer.Option(help="Where pictures and report.html go.  [default: MODEL/report]")
@@ -28,7 +34,7 @@ def inspect(
     verbose: VerboseFlag = False,
 ) -> None:
     """Show where each read looks in depth, and write pictures and a report."""
-    text = read_text(prompt, data, max_tokens)
+    text = read_text(prompt, data, text_field, max_tokens)
     if verbose:
         set_verbosity(verbose=True)
     # first, since it raises at once where matplotlib is missing
@@ -51,11 +57,11 @@ def inspect(
         print(path)
 
 
-def read_text(prompt: str | None, data: Path | None, max_tokens: int) -> str:
-    """The prompt, or the beginning of the file that surely holds `max_tokens`.
+def read_text(prompt: str | None, data: Path | None, text_field: str, max_tokens: int) -> str:
+    """The prompt, or as many of the first documents of `data` as surely hold `max_tokens`.
 
     Raises:
-        UserError: both or neither are given, or the file is missing, empty or not text.
+        UserError: both or neither are given, or the data is missing, empty or of an unknown kind.
     """
     if (prompt is None) == (data is None):
         given = "neither" if prompt is None else "both"
@@ -63,17 +69,19 @@ def read_text(prompt: str | None, data: Path | None, max_tokens: int) -> str:
     if data is None:
         assert prompt is not None
         return prompt
-    try:
-        with data.open(encoding="utf-8") as file:
-            # a token is seldom longer than this, and a long file need not be tokenised to its end
-            text = file.read(64 * max_tokens)
-    except OSError as error:
-        raise UserError(f"data file {data} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"data file {data} is not UTF-8 text: {error.reason}; give a text file") from error
-    if not text.strip():
-        raise UserError(f"data file {data} holds no text; give one that does")
-    return text
+    if not data.exists():  # asked first, since training takes other names for data sets to download
+        raise UserError(f"--data {data} does not exist; check the path")
+    # a token is seldom longer than this, and a long text need not be tokenised to its end
+    enough = 64 * max_tokens
+    texts: list[str] = []
+    for document in Documents([str(data)], text_field):
+        texts.append(document[:enough])
+        enough -= len(texts[-1])
+        if enough <= 0:
+            break
+    if not texts:
+        raise UserError(f"--data {data} holds no text; give a file that does")
+    return "\n\n".join(texts)
 
 
 def _print_table(summary: DepthSummary) -> None:

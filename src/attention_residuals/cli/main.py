@@ -66,13 +66,22 @@ def _run(args: list[str] | None) -> int:
     try:
         status = build_app()(args=args, standalone_mode=False, prog_name="attnres")
     except (UserError, USAGE_ERROR) as error:
-        format_message = getattr(error, "format_message", error.__str__)
-        return _fail(format_message(), STATUS_MISTAKE)
+        return _fail(_message(error), STATUS_MISTAKE)
     except (KeyboardInterrupt, typer.Abort):
         status = STATUS_INTERRUPTED
     if status == STATUS_INTERRUPTED:
         return _fail("interrupted", STATUS_INTERRUPTED)
     return status if isinstance(status, int) else 0
+
+
+def _message(error: Exception) -> str:
+    """What is wrong, and for mistakes in the words of the command line, where its help is."""
+    if isinstance(error, UserError):
+        return str(error)
+    format_message = getattr(error, "format_message", error.__str__)
+    context = getattr(error, "ctx", None)
+    hint = "" if context is None else f" (see {context.command_path} --help)"
+    return format_message().rstrip(".") + hint
 
 
 def _fail(message: str, status: int) -> int:

@@ -1,4 +1,4 @@
-"""How much the libraries underneath may say: errors only, or everything they have."""
+"""How much the libraries underneath may say: errors only, or warnings and progress too."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def set_verbosity(*, verbose: bool) -> None:
     from transformers.utils import logging
 
     if verbose:
-        logging.set_verbosity_info()
+        logging.set_verbosity_warning()
         logging.enable_progress_bar()
     else:
         logging.set_verbosity_error()

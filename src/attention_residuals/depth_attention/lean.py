@@ -1,36 +1,37 @@
 """Depth attention with a hand-written backward that keeps the sources and per-token scalars only.
 
-Forward, per token (symbols as in `reference`; u = w * g):
-
-    r_i = 1 / sqrt(mean(v_i^2) + eps)      t_i = <u, v_i>      score_i = scale * r_i * t_i
-    alpha = softmax(score)                 h = gain * sum_i alpha_i v_i
-    q = 1 / sqrt(mean(h^2) + norm_eps)     y = q * h * n
-
-Backward, from dy (or dh) and the gradient dalpha of the returned weights:
-
-    dn  = sum over tokens of dy * q * h                dh  = q * (dy*n - h * q^2 * <dy*n, h> / D)
-    p_i = gain * <dh, v_i> + dalpha_i                  ds_i = alpha_i * (p_i - sum_j alpha_j p_j)
-    dv_i = gain * alpha_i * dh + scale * ds_i * (r_i * u - r_i^3 * t_i / D * v_i)
-    du  = sum over tokens and i of scale * ds_i * r_i * v_i       dw = du * g       dg = du * w
-
-Saved for backward: the sources themselves, the three vectors, and alpha, r, t, q (N or 1 numbers a token);
-h is recomputed where the output norm needs it. Tokens are worked through in chunks that fit in the cache,
-so that the sources are read from memory once in each direction. docs/math.md derives the formulas.
+The equation and its derivative stand in `formulas`. Saved for backward: the sources themselves, the three
+vectors, and alpha, r, t, q (N or 1 numbers a token); h is recomputed where the output norm needs it. Tokens
+are worked through in chunks that fit in the cache, so that the sources are read from memory once in each
+direction.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attention_residuals.depth_attention.reference import depth_attention_reference
+from attention_residuals.depth_attention.formulas import (
+    Rows,
+    Scalars,
+    Settings,
+    gradients,
+    read,
+    source_gradients,
+)
 
-# Elements of one source in a chunk: 64 Ki float32 are 256 KiB, so a few sources share a 2 MiB cache.
+# Elements of one source in a chunk. On a CPU 64 Ki float32 are 256 KiB, so a few sources share a 2 MiB cache;
+# elsewhere a chunk only bounds the temporary memory.
 CHUNK_ELEMENTS = 1 << 16
+ACCELERATOR_CHUNK_ELEMENTS = 1 << 24
+# Elements of all sources up to which they are stacked: fewer calls, and the copy stays in the cache.
+STACK_ELEMENTS = 1 << 17
+
+_Vectors = tuple[Tensor, Tensor | None, Tensor | None]  # query, key weight, norm weight: each [D]
 
 
 def depth_attention_lean(
@@ -46,19 +47,22 @@ def depth_attention_lean(
 ) -> tuple[Tensor, Tensor]:
     """Same arguments and results as `depth_attention_reference`; any device and dtype.
 
-    A second derivative goes through the reference, so it is right, at the reference's memory.
+    A second derivative differentiates the formulas with plain autograd, so it is right, at its memory.
     """
     inputs = [t for t in (query, key_weight, norm_weight, *sources) if t is not None]
     if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
         h, alpha, *_ = _DepthAttention.apply(  # type: ignore[no-untyped-call]
             eps, scale, norm_eps, gain, query, key_weight, norm_weight, *sources
         )
-    else:
-        h, alpha, *_ = _forward(eps, scale, norm_eps, gain, query, key_weight, norm_weight, sources)
-    return h, alpha
+        return h, alpha
+    with torch.no_grad():
+        h, scalars = _forward(Settings(eps, scale, norm_eps, gain), (query, key_weight, norm_weight), sources)
+    return h, scalars.alpha
 
 
 class _DepthAttention(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
         eps: float,
@@ -70,55 +74,123 @@ class _DepthAttention(torch.autograd.Function):
         norm_weight: Tensor | None,
         *sources: Tensor,
     ) -> tuple[Tensor, ...]:
-        return _forward(eps, scale, norm_eps, gain, query, key_weight, norm_weight, sources)
+        settings = Settings(eps, scale, norm_eps, gain)
+        h, scalars = _forward(settings, (query, key_weight, norm_weight), sources)
+        return h, *scalars
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.settings = inputs[:4]
-        _, alpha, *scalars = output
-        ctx.mark_non_differentiable(*scalars)
+        _, *scalars = output
+        ctx.mark_non_differentiable(*scalars[1:])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(alpha, *scalars, *inputs[4:])
+        ctx.save_for_backward(*scalars, *inputs[4:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        alpha, r, t, q, query, key_weight, norm_weight, *sources = ctx.saved_tensors
-        d_output, d_alpha = grads[0], grads[1]
-        vectors = (query, key_weight, norm_weight)
-        if d_output is None and d_alpha is None:
+        saved = ctx.saved_tensors
+        scalars, vectors, sources = Scalars(*saved[:4]), saved[4:7], saved[7:]
+        if grads[0] is None and grads[1] is None:
             return (None,) * (7 + len(sources))
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            found = _second_order(ctx.settings, ctx.needs_input_grad, d_output, d_alpha, vectors, sources)
-        else:
-            found = _backward(
-                ctx.settings, ctx.needs_input_grad, d_output, d_alpha, (alpha, r, t, q), vectors, sources
-            )
+        settings = Settings(*ctx.settings)
+        if _recorded():  # to autograd the saved scalars are constants; these know where they come from
+            _, scalars = _forward(settings, vectors, sources)
+        found = _backward(settings, vectors, sources, scalars, grads[0], grads[1])
         return (None, None, None, None, *found)
 
 
-def _second_order(
-    settings: tuple[float, ...],
-    needs: tuple[bool, ...],
+def _forward(settings: Settings, vectors: _Vectors, sources: Sequence[Tensor]) -> tuple[Tensor, Scalars]:
+    """h or y [..., D], alpha [N, ...], and r, t [N, tokens], q [tokens]."""
+    first = sources[0]
+    u, n, dtype = _in_compute_dtype(vectors, first)
+    parts: list[Scalars] = []
+
+    def pieces() -> Iterator[tuple[slice, Iterable[Tensor]]]:
+        for chunk, rows in _chunks(sources, dtype):
+            h, scalars = read(settings, rows, u, n)
+            parts.append(scalars)
+            yield chunk, [h.to(first.dtype)]
+
+    with _no_autocast(first.device):
+        (h,) = _joined(pieces(), first.shape)
+    scalars = parts[0] if len(parts) == 1 else Scalars(*(torch.cat(p, -1) for p in zip(*parts, strict=True)))
+    return h, scalars._replace(alpha=scalars.alpha.reshape(len(sources), *first.shape[:-1]))
+
+
+def _backward(
+    settings: Settings,
+    vectors: _Vectors,
+    sources: Sequence[Tensor],
+    scalars: Scalars,
     d_output: Tensor | None,
     d_alpha: Tensor | None,
-    vectors: tuple[Tensor | None, ...],
-    sources: Sequence[Tensor],
 ) -> tuple[Tensor | None, ...]:
-    """The same gradients as a graph of their own: differentiates the reference (create_graph=True)."""
-    eps, scale, norm_eps, gain = settings
-    query, key_weight, norm_weight = vectors
-    assert query is not None
-    outputs = depth_attention_reference(
-        sources, query, key_weight, norm_weight, eps=eps, scale=scale, norm_eps=norm_eps, gain=gain
+    """Gradients of query, key weight, norm weight and every source, each in its own dtype."""
+    first, (query, key_weight, norm_weight) = sources[0], vectors
+    u, n, dtype = _in_compute_dtype(vectors, first)
+    dy = first.new_zeros(()).expand(first.shape) if d_output is None else d_output
+    dy = dy.reshape(-1, first.shape[-1])
+    dp = None if d_alpha is None else d_alpha.flatten(1)
+    scalars = scalars._replace(alpha=scalars.alpha.flatten(1))
+    du, dn = torch.zeros_like(u), torch.zeros_like(u)
+
+    def pieces() -> Iterator[tuple[slice, Iterable[Tensor]]]:
+        nonlocal du, dn
+        for chunk, rows in _chunks(sources, dtype):
+            here = Scalars(*(x[..., chunk] for x in scalars))
+            dp_here = None if dp is None else dp[:, chunk]
+            factors, du_part, dn_part = gradients(settings, rows, u, n, here, dy[chunk].to(dtype), dp_here)
+            du, dn = du + du_part, dn if dn_part is None else dn + dn_part
+            yield chunk, (d.to(first.dtype) for d in source_gradients(rows, u, factors))
+
+    with _no_autocast(first.device):
+        d_sources = _joined(pieces(), first.shape)
+    return (
+        (du if key_weight is None else du * key_weight.to(dtype)).to(query.dtype),
+        None if key_weight is None else (du * query.to(dtype)).to(key_weight.dtype),
+        None if norm_weight is None else dn.to(norm_weight.dtype),
+        *d_sources,
     )
-    pairs = [(o, g) for o, g in zip(outputs, (d_output, d_alpha), strict=True) if g is not None]
-    wanted = [x for x, need in zip((*vectors, *sources), needs[4:], strict=True) if need and x is not None]
-    found = iter(
-        torch.autograd.grad(
-            [o for o, _ in pairs], wanted, [g for _, g in pairs], create_graph=True, allow_unused=True
-        )
-    )
-    return tuple(next(found) if need else None for need in needs[4:])
+
+
+def _chunks(sources: Sequence[Tensor], dtype: torch.dtype) -> Iterator[tuple[slice, Rows]]:
+    """Ranges of tokens and their rows in the compute dtype; one range where autograd or a compiler looks on."""
+    first = sources[0]
+    elements, width = first.numel(), first.shape[-1]
+    flat = [source.reshape(-1, width) for source in sources]
+    everything = slice(0, elements // width)
+    if torch.compiler.is_compiling():
+        yield everything, [rows.to(dtype) for rows in flat]
+    elif torch.is_grad_enabled() or elements * len(sources) <= STACK_ELEMENTS:
+        yield everything, torch.stack(flat).to(dtype)
+    else:
+        step = max(1, (CHUNK_ELEMENTS if first.device.type == "cpu" else ACCELERATOR_CHUNK_ELEMENTS) // width)
+        for start in range(0, everything.stop, step):
+            chunk = slice(start, min(start + step, everything.stop))
+            yield chunk, [rows[chunk].to(dtype) for rows in flat]
+
+
+def _joined(pieces: Iterable[tuple[slice, Iterable[Tensor]]], shape: torch.Size) -> list[Tensor]:
+    """The pieces [c, D] of every result put together again, as tensors of `shape`.
+
+    A single range is handed on without a buffer, since writing into one can't be recorded by autograd.
+    """
+    width = shape[-1]
+    tokens = shape.numel() // width
+    joined: list[Tensor] = []
+    for chunk, results in pieces:
+        if chunk == slice(0, tokens):
+            return [part.reshape(shape) for part in results]
+        for i, part in enumerate(results):
+            if i == len(joined):
+                joined.append(part.new_empty(tokens, width))
+            joined[i][chunk] = part
+    return [whole.reshape(shape) for whole in joined]
+
+
+def _recorded() -> bool:
+    """Whether autograd records the formulas: inside a backward with create_graph=True."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -128,175 +200,9 @@ def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]
     return contextlib.nullcontext()
 
 
-def _key_vector(query: Tensor, key_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return query.to(dtype) if key_weight is None else query.to(dtype) * key_weight.to(dtype)
-
-
-def _chunks(tokens: int, width: int) -> list[slice]:
-    """Token ranges that fit in the cache; one range inside torch.compile, which does its own tiling."""
-    if torch.compiler.is_compiling() or tokens * width <= 2 * CHUNK_ELEMENTS:
-        return [slice(0, tokens)]
-    step = max(1, CHUNK_ELEMENTS // width)
-    return [slice(start, min(start + step, tokens)) for start in range(0, tokens, step)]
-
-
-def _row_dot(rows: Tensor, vector: Tensor) -> Tensor:
-    """<row, vector> for every row [c, D]: a BLAS call, or an expression that a compiler can fuse."""
-    if torch.compiler.is_compiling():
-        return (rows * vector).sum(-1)
-    return torch.mv(rows, vector)
-
-
-def _mean_square(rows: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():
-        return rows.square().mean(-1)
-    return torch.linalg.vector_norm(rows, dim=-1).square_().div_(rows.shape[-1])
-
-
-def _mix(rows: Sequence[Tensor], weights: Tensor) -> Tensor:
-    """sum_i weights_i * rows_i [c, D] in a new tensor."""
-    h = weights[0].unsqueeze(-1) * rows[0]
-    for weight, row in zip(weights[1:], rows[1:], strict=True):
-        h.addcmul_(weight.unsqueeze(-1), row)
-    return h
-
-
-def _forward(
-    eps: float,
-    scale: float,
-    norm_eps: float,
-    gain: float,
-    query: Tensor,
-    key_weight: Tensor | None,
-    norm_weight: Tensor | None,
-    sources: Sequence[Tensor],
-) -> tuple[Tensor, ...]:
-    """Returns h or y [..., D], alpha [N, ...], and the scalars r, t [N, tokens], q [tokens]."""
-    first = sources[0]
-    width = first.shape[-1]
+def _in_compute_dtype(vectors: _Vectors, first: Tensor) -> tuple[Tensor, Tensor | None, torch.dtype]:
+    """u = w * g and n, and the dtype of all arithmetic: float32, or float64 for float64 sources."""
     dtype = torch.promote_types(first.dtype, torch.float32)
-    with _no_autocast(first.device):
-        u = _key_vector(query, key_weight, dtype)
-        n = None if norm_weight is None else norm_weight.to(dtype)
-        flat = [source.reshape(-1, width) for source in sources]
-        parts = [
-            _forward_chunk([f[piece].to(dtype) for f in flat], u, n, eps, scale, norm_eps, gain, first.dtype)
-            for piece in _chunks(flat[0].shape[0], width)
-        ]
-    if len(parts) == 1:
-        h, alpha, r, t, q = parts[0]
-    else:
-        h, alpha, r, t, q = (
-            torch.cat(part, dim) for part, dim in zip(zip(*parts, strict=True), (0, 1, 1, 1, 0), strict=True)
-        )
-    return h.reshape(first.shape), alpha.reshape(len(sources), *first.shape[:-1]), r, t, q
-
-
-def _forward_chunk(
-    rows: Sequence[Tensor],
-    u: Tensor,
-    n: Tensor | None,
-    eps: float,
-    scale: float,
-    norm_eps: float,
-    gain: float,
-    out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    r = torch.stack([_mean_square(row) for row in rows]).add_(eps).rsqrt_()
-    t = torch.stack([_row_dot(row, u) for row in rows])
-    if len(rows) == 1:  # one source has weight one whatever its score is, infinite or NaN too
-        alpha = torch.ones_like(r)
-        h = gain * rows[0]
-    else:
-        score = scale * r * t
-        e = (score - score.amax(0)).exp_()
-        total = e.sum(0)
-        alpha = e / total
-        # gain / total before the product: with equal scores and gain N every weight is then exactly 1.
-        h = _mix(rows, e * (gain / total))
-    q = h.new_empty(0)
-    if n is not None:
-        q = (_mean_square(h) + norm_eps).rsqrt_()
-        h = h * q.unsqueeze(-1) * n
-    return h.to(out_dtype), alpha, r, t, q
-
-
-def _backward(
-    settings: tuple[float, ...],
-    needs: tuple[bool, ...],
-    d_output: Tensor | None,
-    d_alpha: Tensor | None,
-    scalars: tuple[Tensor, Tensor, Tensor, Tensor],
-    vectors: tuple[Tensor | None, ...],
-    sources: Sequence[Tensor],
-) -> tuple[Tensor | None, ...]:
-    """Gradients of query, key weight, norm weight and every source, each in its own dtype."""
-    _, scale, _, gain = settings
     query, key_weight, norm_weight = vectors
-    assert query is not None
-    alpha, r, t, q = scalars
-    shape, width = sources[0].shape, sources[0].shape[-1]
-    dtype = torch.promote_types(sources[0].dtype, torch.float32)
-    with _no_autocast(sources[0].device):
-        u = _key_vector(query, key_weight, dtype)
-        n = None if norm_weight is None else norm_weight.to(dtype)
-        flat = [source.reshape(-1, width) for source in sources]
-        tokens = flat[0].shape[0]
-        dy = (
-            flat[0].new_zeros(1, 1).expand(tokens, width) if d_output is None else d_output.reshape(-1, width)
-        )
-        alpha = alpha.reshape(len(sources), tokens)
-        dp = None if d_alpha is None else d_alpha.reshape(len(sources), tokens)
-        d_flat = [torch.empty_like(f) if need else None for f, need in zip(flat, needs[7:], strict=True)]
-        du, dn = torch.zeros_like(u), None if n is None else torch.zeros_like(n)
-        for piece in _chunks(tokens, width):
-            rows = [f[piece].to(dtype) for f in flat]
-            dh = dy[piece].to(dtype)
-            if n is not None:
-                dh, dn_piece = _norm_backward(_mix(rows, gain * alpha[:, piece]), q[piece], n, dh)
-                dn = dn + dn_piece
-            ds = _score_backward(rows, dh, alpha[:, piece], None if dp is None else dp[:, piece], gain)
-            b = ds * r[:, piece] * scale
-            c = b * r[:, piece].square() * t[:, piece] / -width
-            a = alpha[:, piece] * gain
-            for i, row in enumerate(rows):
-                du = (
-                    du + (b[i].unsqueeze(-1) * row).sum(0)
-                    if torch.compiler.is_compiling()
-                    else du.addmv_(row.t(), b[i])
-                )
-                if (d_source := d_flat[i]) is not None:
-                    d_row = torch.mul(a[i].unsqueeze(-1), dh)
-                    d_row.addcmul_(b[i].unsqueeze(-1), u).addcmul_(c[i].unsqueeze(-1), row)
-                    d_source[piece] = d_row
-    return (
-        _query_gradient(du, key_weight, query) if needs[4] else None,
-        _query_gradient(du, query, key_weight) if needs[5] and key_weight is not None else None,
-        dn.to(norm_weight.dtype) if needs[6] and dn is not None and norm_weight is not None else None,
-        *(None if d is None else d.reshape(shape) for d in d_flat),
-    )
-
-
-def _query_gradient(du: Tensor, other: Tensor | None, of: Tensor) -> Tensor:
-    """d(w*g) times the other factor, in the dtype of the vector it belongs to."""
-    return (du if other is None else du * other.to(du.dtype)).to(of.dtype)
-
-
-def _norm_backward(h: Tensor, q: Tensor, n: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """Backward of y = q * h * n: dh [c, D] and this chunk's dn [D]."""
-    h_hat = h * q.unsqueeze(-1)
-    dn = (dy * h_hat).sum(0)
-    dy_n = dy * n
-    inner = (dy_n * h_hat).sum(-1, keepdim=True) / h.shape[-1]
-    return (dy_n - h_hat * inner) * q.unsqueeze(-1), dn
-
-
-def _score_backward(
-    rows: Sequence[Tensor], dh: Tensor, alpha: Tensor, d_alpha: Tensor | None, gain: float
-) -> Tensor:
-    """ds [N, c]: through the mixture, and through the returned weights where they were used."""
-    if len(rows) == 1:
-        return torch.zeros_like(alpha)
-    p = torch.stack([(dh * row).sum(-1) for row in rows])
-    p = p * gain if d_alpha is None else p * gain + d_alpha
-    return alpha * (p - (alpha * p).sum(0))
+    u = query.to(dtype) if key_weight is None else query.to(dtype) * key_weight.to(dtype)
+    return u, None if norm_weight is None else norm_weight.to(dtype), dtype

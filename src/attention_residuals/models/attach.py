@@ -214,23 +214,23 @@ def _subclass(mixin: type, plain: type[nn.Module], name: str) -> type[nn.Module]
 
 
 @functools.cache
-def _norm_class(plain: type[nn.Module]) -> type[nn.Module]:
+def _norm_class(plain: Any) -> type[nn.Module]:
     return _subclass(AttnResNorm, plain, f"AttnRes{plain.__name__}")
 
 
 @functools.cache
-def _final_norm_class(plain: type[nn.Module]) -> type[nn.Module]:
+def _final_norm_class(plain: Any) -> type[nn.Module]:
     return _subclass(AttnResFinalNorm, plain, f"AttnResFinal{plain.__name__}")
 
 
 @functools.cache
-def _layer_class(plain: type[nn.Module]) -> type[nn.Module]:
+def _layer_class(plain: Any) -> type[nn.Module]:
     # Keeps the plain class's name: device maps, FSDP policies and quantizers find layers by it.
     return _subclass(AttnResLayer, plain, plain.__name__)
 
 
-def _plain_class(module: nn.Module) -> type[nn.Module]:
-    return module.attn_res_plain_class  # type: ignore[return-value]
+def _plain_class(module: Any) -> type[nn.Module]:
+    return module.attn_res_plain_class
 
 
 def _rebuild(make_class: Any, plain: type[nn.Module]) -> nn.Module:
@@ -254,7 +254,7 @@ def attach(backbone: nn.Module, config: AttnResConfig, family: Family) -> DepthP
         ValueError: the backbone has reads already.
         AttributeError: a part that the family's row names is missing.
     """
-    layers: nn.ModuleList = getattr(backbone, family.layers)
+    layers: Any = getattr(backbone, family.layers)
     plan = DepthPlan(2 * len(layers), config)
     if any(isinstance(layer, AttnResLayer) for layer in layers):
         raise ValueError("the model has attention residuals already; attach them to a plain one")
@@ -273,7 +273,7 @@ def attach(backbone: nn.Module, config: AttnResConfig, family: Family) -> DepthP
     return plan
 
 
-def _swap_norm(norm: nn.Module, make_class: Any, read: int, plan: DepthPlan, family: Family) -> None:
+def _swap_norm(norm: Any, make_class: Any, read: int, plan: DepthPlan, family: Family) -> None:
     weight = next(norm.parameters())
     norm.attn_res_family = family
     norm.sees_partial = plan.has_partial(read)

@@ -29,6 +29,7 @@ from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextForSequenceClassification
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
@@ -45,7 +46,9 @@ class AttnResConfigMixin:
 
     family: ClassVar[str]
     # Hugging Face's pipeline parallelism ships hidden states only, not the blocks.
-    base_model_pp_plan: ClassVar[None] = None
+    base_model_pp_plan: ClassVar[Any] = None
+
+    attn_res: dict[str, Any] | None
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.attn_res = AttnResConfig.from_dict(self.attn_res or {}).to_dict()
@@ -55,7 +58,7 @@ class AttnResConfigMixin:
 class _Reads:
     """What every model of ours shares: how reads are initialised, and what is refused."""
 
-    _pp_plan: ClassVar[None] = None
+    _pp_plan: ClassVar[Any] = None
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, DepthRead):
@@ -87,8 +90,8 @@ class AttnResBackbone(_Reads):
     depth_plan: DepthPlan
 
     def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        attach_to_backbone(self)  # type: ignore[arg-type]
+        super().__init__(config)  # type: ignore[call-arg]
+        attach_to_backbone(self)
 
 
 class AttnResHead(_Reads):
@@ -97,7 +100,7 @@ class AttnResHead(_Reads):
     attn_res_backbone: ClassVar[type[nn.Module]]
 
     def __init__(self, config: Any) -> None:
-        super().__init__(config)
+        super().__init__(config)  # type: ignore[call-arg]
         backbone: Any = self.base_model  # type: ignore[attr-defined]
         if not isinstance(backbone, AttnResBackbone):
             backbone.__class__ = self.attn_res_backbone
@@ -210,7 +213,8 @@ def _register() -> None:
     )
     autos = (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification)
     for config_class, *model_classes in rows:
-        AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+        if config_class.model_type not in CONFIG_MAPPING:  # an exported copy of this file leaves the package's
+            AutoConfig.register(config_class.model_type, config_class)
         for auto, model_class in zip(autos, model_classes, strict=True):
             auto.register(config_class, model_class, exist_ok=True)
         mapping = get_checkpoint_conversion_mapping(config_class.family)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
 def _zero_centred_rms_norm(norm: nn.Module) -> tuple[Tensor, float]:
     """Qwen3.5's RMSNorm: the scale is 1 + weight, applied in float32."""
-    return 1.0 + norm.weight.float(), norm.eps  # type: ignore[operator, return-value]
+    weight: Any = norm.weight
+    return 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32)), norm.eps  # type: ignore[return-value]
 
 
 def _rms_norm(norm: nn.Module) -> tuple[Tensor, float]:

@@ -24,7 +24,8 @@ _LOCAL = threading.local()
 def collect_traces() -> Iterator[list[DepthTrace]]:
     """Records every backbone forward of this thread; yields the list that fills up."""
     outer = getattr(_LOCAL, "traces", None)
-    _LOCAL.traces = traces = []
+    traces: list[DepthTrace] = []
+    _LOCAL.traces = traces
     try:
         yield traces
     finally:
@@ -82,12 +83,12 @@ def backbone_forward(base: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _hand_out(
-    model: Any, outputs: ModelOutput, trace: DepthTrace, hidden: Any, want_weights: Any
+    model: Any, outputs: Any, trace: DepthTrace, hidden: Any, want_weights: Any
 ) -> ModelOutput:
     if hidden is not None and hidden is not False:
         states = [*trace.mixtures[:-1:2], outputs.last_hidden_state]
         selected = selected_hidden_states(hidden)
-        keep = range(len(states))
+        keep = set(range(len(states)))
         if selected is not None:
             keep = resolve_hidden_states_indices(model, selected, len(states))
         outputs["hidden_states"] = tuple(h if i in keep else None for i, h in enumerate(states))

@@ -14,7 +14,7 @@ from attention_residuals.errors import UserError
 # fmt: off
 TEXT_SUFFIXES = frozenset({
     ".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org",
-    ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".jl", ".sh",
+    ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".jl",
 })
 # fmt: on
 SUFFIXES = TEXT_SUFFIXES | {".json", ".jsonl", ".parquet"}
@@ -120,8 +120,8 @@ def _read_text(path: Path) -> str:
             return file.read()
     except UnicodeDecodeError as error:
         raise UserError(
-            f"--data {path} is not UTF-8 (byte {error.start} is 0x{error.object[error.start]:02x}); convert it, "
-            "for example with iconv"
+            f"--data {path} is not UTF-8 (byte {error.start} is 0x{error.object[error.start]:02x}); "
+            "convert it, for example with iconv"
         ) from error
     except OSError as error:
         raise UserError(f"--data {path} cannot be read: {error.strerror}") from error

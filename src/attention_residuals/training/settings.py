@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ SCHEDULES = ("wsd", "cosine", "linear", "constant")
 REPORTERS = {"tensorboard": "tensorboard", "trackio": "trackio", "wandb": "wandb"}  # name -> module
 # A resumed run keeps its settings, save those that cannot change a step that is still to come. More steps
 # stretch the learning-rate schedule, which is the point of asking for them.
-CHANGEABLE_ON_RESUME = ("max_steps", "keep_checkpoints", "report_to", "threads")
+CHANGEABLE_ON_RESUME = ("max_steps", "keep_checkpoints", "report_to", "threads", "cache_dir")
 
 
 def _require(rule: bool, message: str) -> None:
@@ -95,6 +96,10 @@ class TrainSettings:
     threads: int | None = None
 
     def __post_init__(self) -> None:
+        # absolute, so that a run can be resumed from another working directory
+        files = (str(Path(source).expanduser()) for source in self.data)
+        data = tuple(os.path.abspath(file) if os.path.exists(file) else file for file in files)
+        object.__setattr__(self, "data", data)
         self._check_model_source()
         self._check_choices()
         self._check_counts()
@@ -229,7 +234,9 @@ class TrainSettings:
         known = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(set(fields) - known)
         _require(not unknown, f"the run was made with settings this version does not know: {unknown}")
-        values = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+        }
         return cls(**values)
 
     def updated_for_resume(self, given: Mapping[str, Any]) -> TrainSettings:
@@ -240,7 +247,7 @@ class TrainSettings:
         """
         changes = {}
         for name, value in given.items():
-            if getattr(self, name) == value or name == "output_dir":
+            if name == "output_dir" or getattr(self, name) == value:
                 continue
             _require(
                 name in CHANGEABLE_ON_RESUME,

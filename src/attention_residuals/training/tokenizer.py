@@ -146,7 +146,7 @@ def qwen3_5_tokenizer() -> PreTrainedTokenizerBase:
         )
     vocabulary, merges = read_ranks(ranks_file)
     specials = {token: index for index, token in QWEN3_5_SPECIAL_TOKENS}
-    tokenizer = Qwen3_5Tokenizer(vocab={**vocabulary, **specials}, merges=merges)
+    tokenizer = Qwen3_5Tokenizer(vocab={**vocabulary, **specials}, merges=merges)  # type: ignore[arg-type]
     tokenizer.add_special_tokens({"additional_special_tokens": [t for t in specials if t != END_OF_TEXT]})
     return tokenizer
 

@@ -1,0 +1,138 @@
+"""Settings to a model: from a preset, a configuration file or a saved model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from attention_residuals.config import AttnResConfig
+from attention_residuals.errors import UserError
+from attention_residuals.models.auto import (
+    LlamaAttnResConfig,
+    LlamaAttnResForCausalLM,
+    Qwen3_5AttnResConfig,
+    Qwen3_5AttnResForCausalLM,
+    Qwen3AttnResConfig,
+    Qwen3AttnResForCausalLM,
+)
+from attention_residuals.training.presets import PRESETS
+from attention_residuals.training.settings import TrainSettings
+
+ROUND_VOCABULARY_TO = 64  # rows of the embedding are rounded up to this, which matrix kernels like
+# model type, plain or with reads -> the classes with reads
+CLASSES: dict[str, tuple[Any, Any]] = {
+    "qwen3_5_text": (Qwen3_5AttnResConfig, Qwen3_5AttnResForCausalLM),
+    "qwen3": (Qwen3AttnResConfig, Qwen3AttnResForCausalLM),
+    "llama": (LlamaAttnResConfig, LlamaAttnResForCausalLM),
+}
+CLASSES |= {config.model_type: (config, model) for config, model in tuple(CLASSES.values())}
+
+
+def make_config(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """The model's configuration, with a vocabulary that holds the tokenizer's.
+
+    Raises:
+        UserError: the fields do not make a model, or the tokenizer does not fit the saved model.
+    """
+    if settings.from_checkpoint is not None:
+        config = _saved_config(settings.from_checkpoint, settings.attn_res_fields())
+        if len(tokenizer) > config.vocab_size:
+            raise UserError(
+                f"the tokenizer has {len(tokenizer)} tokens, the model in --from {settings.from_checkpoint} "
+                f"has {config.vocab_size}; leave --tokenizer out to use the model's own"
+            )
+        return config
+    fields: dict[str, Any] = {}
+    if settings.model_config is not None:
+        fields = _read_fields(settings.model_config)
+    elif settings.preset is not None:
+        fields = dict(PRESETS[settings.preset].fields)
+    rows = -(-len(tokenizer) // ROUND_VOCABULARY_TO) * ROUND_VOCABULARY_TO
+    keeps_rows = settings.tokenizer in (None, "qwen3.5") and fields.get("vocab_size", 0) >= len(tokenizer)
+    fields["vocab_size"] = fields["vocab_size"] if keeps_rows else rows
+    fields |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    fields["attn_res"] = fields.get("attn_res", {}) | settings.attn_res_fields()
+    config_class, _ = CLASSES[fields.pop("model_type", "qwen3_5_text")]
+    try:
+        return config_class(**fields)
+    except (TypeError, ValueError, KeyError) as error:
+        raise UserError(f"the model's configuration does not hold: {error}") from error
+
+
+def make_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrainedModel:
+    """The model in float32, initialised with `settings.seed` or loaded from `settings.from_checkpoint`.
+
+    A plain model that is loaded receives zero queries, so that it starts as the function it was.
+
+    Raises:
+        UserError: the saved weights are damaged or do not fit the configuration.
+    """
+    model_class = CLASSES[config.model_type][1]
+    torch.manual_seed(settings.seed)
+    if settings.from_checkpoint is None:
+        return model_class(config)
+    try:
+        model, report = model_class.from_pretrained(
+            settings.from_checkpoint, config=config, dtype=torch.float32, output_loading_info=True
+        )
+    except Exception as error:  # safetensors, torch and transformers each raise their own
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"--from {settings.from_checkpoint} could not be loaded: {reason}") from error
+    missing = [name for name in report["missing_keys"] if ".read." not in name]
+    if missing:
+        raise UserError(
+            f"--from {settings.from_checkpoint} lacks {len(missing)} weights of the model, {missing[0]} first"
+        )
+    return model
+
+
+def _read_fields(path: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"--model-config {path} is not a JSON file: {error}") from error
+    if not isinstance(fields, dict):
+        raise UserError(f"--model-config {path} must hold an object, got {type(fields).__name__}")
+    model_type = fields.get("model_type", "qwen3_5_text")
+    if model_type not in CLASSES:
+        raise UserError(
+            f"--model-config {path} has model_type {model_type!r}; supported are {', '.join(CLASSES)}"
+        )
+    # what a saved config.json says about its file rather than about the model
+    for name in ("architectures", "transformers_version", "dtype", "torch_dtype"):
+        fields.pop(name, None)
+    return fields
+
+
+def _saved_config(folder: str, given: dict[str, Any]) -> PreTrainedConfig:
+    """The saved configuration, with reads added to a plain model where `given` asks for a mode."""
+    try:
+        saved = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--from {folder} could not be loaded: {str(error).splitlines()[0]}") from error
+    saved = saved.get_text_config()
+    if saved.model_type not in CLASSES:
+        raise UserError(
+            f"--from {folder} is of type {saved.model_type!r}; supported are {', '.join(CLASSES)}"
+        )
+    fields = saved.to_dict()
+    has_reads = (fields.get("attn_res") or {"mode": "standard"})["mode"] != "standard"
+    if has_reads:
+        kept = AttnResConfig.from_dict(fields["attn_res"])
+        changed = {name: value for name, value in given.items() if getattr(kept, name) != value}
+        if changed:
+            raise UserError(
+                f"--from {folder} already has reads ({kept.to_dict()}) and was given {changed}; leave these "
+                "options out"
+            )
+        return saved
+    # zero queries with "sum" give exactly the residual stream the weights were trained with
+    attn_res = {"read_scale": "sum", **given} if given.get("mode", "block") != "standard" else given
+    fields["attn_res"] = attn_res if given else {"mode": "standard"}
+    for name in ("model_type", "architectures", "transformers_version"):
+        fields.pop(name, None)
+    return CLASSES[saved.model_type][0](**fields)

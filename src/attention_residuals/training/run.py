@@ -1,0 +1,242 @@
+"""Settings to a finished run: prepares everything, writes the folder, trains, publishes the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from attention_residuals.errors import UserError
+from attention_residuals.training.checkpoints import (
+    complete_checkpoints,
+    latest_checkpoint,
+    remove_incomplete,
+    step_of,
+)
+from attention_residuals.training.model import CLASSES, make_model
+from attention_residuals.training.prepare import Prepared, prepare
+from attention_residuals.training.progress import ProgressReport
+from attention_residuals.training.run_folder import RunFolder
+from attention_residuals.training.settings import TrainSettings
+from attention_residuals.training.trainer import Interrupts, make_trainer
+
+PACKAGES = ("attention_residuals", "torch", "transformers", "accelerate", "tokenizers", "datasets")
+PROMPT_TOKENS = 64  # of the text that the report looks into
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What a run came to.
+
+    Attributes:
+        folder: the run folder; a model folder once training has ended.
+        step: optimizer steps done.
+        eval_loss: the last validation loss in nats per token, or None.
+        signal: the signal that ended training early, or None.
+        report: the page with the pictures, or None.
+    """
+
+    folder: Path
+    step: int
+    eval_loss: float | None
+    signal: int | None
+    report: Path | None
+
+
+def train(settings: TrainSettings, *, overwrite: bool = False, console: Console | None = None) -> RunResult:
+    """Start a new run.
+
+    Args:
+        overwrite: replace a run that the output folder holds.
+        console: where the summary and the progress go.
+
+    Raises:
+        UserError: something the user can mend; nothing has been written if it was found before training.
+    """
+    console = console or Console()
+    folder = RunFolder(settings.output_dir)
+    folder.check_free(overwrite=overwrite)
+    set_threads(settings)
+    prepared = prepare(settings, console)
+    model = make_model(prepared.config, settings)
+    if is_main_process():
+        folder.create(lambda place: _write_start(RunFolder(place), prepared))
+    return _fit(prepared, model, folder, None, console)
+
+
+def resume(
+    output_dir: str, given: Mapping[str, Any] | None = None, *, console: Console | None = None
+) -> RunResult:
+    """Continue the run in `output_dir` from its latest complete checkpoint, or from the start if it has none.
+
+    Args:
+        given: settings of the resuming command; they must agree with the run's, but may add steps.
+
+    Raises:
+        UserError: there is no run, its latest checkpoint is damaged, or its data has changed.
+    """
+    console = console or Console()
+    folder = RunFolder(output_dir)
+    run = folder.read_run()
+    settings = TrainSettings.from_dict(run["settings"]).updated_for_resume(given or {})
+    settings = dataclasses.replace(settings, output_dir=output_dir)
+    checkpoint = latest_checkpoint(folder.checkpoints) if complete_checkpoints(folder.checkpoints) else None
+    step = step_of(checkpoint) if checkpoint else 0
+    set_threads(settings)
+    prepared = prepare(settings, console, folder=folder, started=run)
+    if step >= prepared.schedule.max_steps:
+        raise UserError(f"the run in {output_dir} has finished its {step} steps; raise --max-steps to go on")
+    model = make_model(prepared.config, settings) if checkpoint is None else _empty(prepared.config)
+    if is_main_process():
+        folder.clean()
+        remove_incomplete(folder.checkpoints)
+        folder.forget_metrics_after(step)
+        folder.update_run(
+            settings=settings.to_dict(), status="running", max_steps=prepared.schedule.max_steps
+        )
+    console.print(f"continuing {output_dir} after step {step}", highlight=False)
+    return _fit(prepared, model, folder, checkpoint, console)
+
+
+def _write_start(folder: RunFolder, prepared: Prepared) -> None:
+    prepared.config.save_pretrained(folder.path)
+    prepared.tokenizer.save_pretrained(folder.path)
+    folder.checkpoints.mkdir()
+    folder.write_run(
+        {
+            "status": "running",
+            "started": _now(),
+            "settings": prepared.settings.to_dict(),
+            "max_steps": prepared.schedule.max_steps,
+            "max_steps_at_start": prepared.schedule.max_steps,
+            "schedule": dataclasses.asdict(prepared.schedule),
+            "seed": prepared.settings.seed,
+            "model": prepared.facts,
+            "data": {
+                "documents": prepared.data.num_documents,
+                "tokens": prepared.data.num_tokens,
+                "context": prepared.data.train.context,
+                "fingerprint": prepared.data.fingerprint,
+            },
+            "versions": {name: _version(name) for name in PACKAGES} | {"python": platform.python_version()},
+            "commit": _commit(),
+            "threads": torch.get_num_threads(),
+        }
+    )
+
+
+def _fit(
+    prepared: Prepared, model: PreTrainedModel, folder: RunFolder, checkpoint: Path | None, console: Console
+) -> RunResult:
+    """Train from the start or from `checkpoint`, then publish the model and write the report."""
+    settings, schedule = prepared.settings, prepared.schedule
+    rows = schedule.batch_size * settings.gradient_accumulation * schedule.processes
+    progress = ProgressReport(console, rows * prepared.data.train.context)
+    start = time.perf_counter()
+    with Interrupts() as interrupts:
+        trainer = make_trainer(
+            model,
+            prepared.tokenizer,
+            prepared.data,
+            settings,
+            schedule,
+            folder,
+            progress=progress,
+            interrupts=interrupts,
+        )
+        try:
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        finally:
+            progress.close()
+        model.config.use_cache = True
+        if is_main_process():
+            folder.publish(model.save_pretrained)
+    step = trainer.state.global_step
+    stopped = interrupts.received if step < schedule.max_steps else None
+    if is_main_process():
+        folder.update_run(
+            status="interrupted" if stopped else "finished",
+            ended=_now(),
+            seconds=round(time.perf_counter() - start, 1),
+            step=step,
+            eval_loss=progress.eval_loss,
+        )
+    if stopped:
+        name = signal.Signals(stopped).name
+        console.print(
+            f"{name} after step {step}: checkpoint saved; continue with "
+            f"attnres train --resume --output-dir {folder.path}",
+            highlight=False,
+        )
+    report = None if stopped or not is_main_process() else _report(prepared, folder, console)
+    return RunResult(
+        folder=folder.path, step=step, eval_loss=progress.eval_loss, signal=stopped, report=report
+    )
+
+
+def _report(prepared: Prepared, folder: RunFolder, console: Console) -> Path | None:
+    """Write the pictures; without them a run is still a run, so what stands in their way is told."""
+    if importlib.util.find_spec("matplotlib") is None:
+        console.print("no report, because matplotlib is not installed", highlight=False)
+        return None
+    if prepared.config.attn_res["mode"] == "standard":
+        return None
+    from attention_residuals.analysis.report import write_report
+
+    rows = prepared.data.validation or prepared.data.train
+    prompt = str(prepared.tokenizer.decode(rows[0]["input_ids"][:PROMPT_TOKENS], skip_special_tokens=True))
+    return write_report(folder.path, folder.report, prompt=prompt, training_metrics=folder.metrics_file)
+
+
+def _empty(config: PreTrainedConfig) -> PreTrainedModel:
+    """A model whose weights the checkpoint is about to replace."""
+    return CLASSES[config.model_type][1](config)
+
+
+def set_threads(settings: TrainSettings) -> None:
+    """Give PyTorch the CPU threads that were asked for; None leaves its own choice."""
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+
+
+def is_main_process() -> bool:
+    """Whether this process writes the run's files (one does, under torchrun)."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of the library's checkout, or None where it was installed from a package."""
+    here = Path(__file__)
+    # installed files may lie inside somebody else's checkout, so git must know this very file
+    for command in (["git", "ls-files", "--error-unmatch", here.name], ["git", "rev-parse", "HEAD"]):
+        try:
+            answer = subprocess.run(command, cwd=here.parent, capture_output=True, text=True, check=False)
+        except OSError:
+            return None
+        if answer.returncode != 0:
+            return None
+    return answer.stdout.strip()
