@@ -31,7 +31,7 @@ class DepthPlan:
             raise TypeError(f"num_sublayers must be an int, got {type(self.num_sublayers).__name__}")
         if self.num_sublayers < 1:
             raise ValueError(
-                f"num_sublayers must be at least 1, got {self.num_sublayers}; a decoder layer has two sublayers"
+                f"num_sublayers must be at least 1, got {self.num_sublayers}; a decoder layer has two"
             )
 
     @property

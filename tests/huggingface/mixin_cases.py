@@ -5,6 +5,7 @@ They differ in their classes and in `attn_res` only: same sizes, same inputs, sa
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import unittest
 import unittest.mock
@@ -112,7 +113,7 @@ class ModelTester:
         return self.base_model_class, self.causal_lm_class, self.sequence_classification_class
 
     def get_config(self) -> Any:
-        return self.config_class(**SIZES, **self.settings)
+        return self.config_class(**copy.deepcopy({**SIZES, **self.settings}))  # some tests edit what they got
 
     def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, torch.Tensor]]:
         shape = (self.batch_size, self.seq_length)
@@ -154,10 +155,10 @@ class _Case:
 def _start_reads_trained(case: unittest.TestCase) -> None:
     """For one test: new reads start at fixed values far from zero queries and key weights of one."""
 
-    def fill(read: ar.DepthRead, copy: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+    def fill(read: ar.DepthRead, assign: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
         angles = torch.arange(read.width, dtype=torch.float32)
-        copy(read.query, 0.3 * torch.sin(angles))
-        copy(read.key_weight, 1 + 0.3 * torch.cos(angles))
+        assign(read.query, 0.3 * torch.sin(angles))
+        assign(read.key_weight, 1 + 0.3 * torch.cos(angles))
 
     def patch(cls: type, name: str, replacement: Callable[..., None]) -> None:
         patcher = unittest.mock.patch.object(cls, name, replacement)

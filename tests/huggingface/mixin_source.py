@@ -39,8 +39,9 @@ def fetch(version: str = transformers.__version__) -> Path:
         if not (unpacked / "test_modeling_common.py").is_file():
             raise RuntimeError(f"the source distribution of transformers {version} holds no test mixins")
         (unpacked / "__init__.py").touch()  # the distribution leaves it out, and one mixin executes it
-        shutil.rmtree(target, ignore_errors=True)
-        unpacked.rename(target)
+        if not (target / "test_modeling_common.py").is_file():  # another process may have been faster
+            shutil.rmtree(target, ignore_errors=True)
+            unpacked.rename(target)
     return target
 
 

@@ -47,7 +47,7 @@ def test_a_plain_checkpoint_gets_zero_queries(tmp_path):
     assert report["missing_keys"] and all(".read." in key for key in report["missing_keys"])
     assert not report["unexpected_keys"]
     ids = tiny.token_ids()
-    torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=0, atol=5e-5)
 
 
 def test_meta_device_then_init():

@@ -61,7 +61,7 @@ class DepthRecord:
         batches = {trace.weights[0].shape[1] for trace in self.forwards}
         if len(batches) > 1:
             raise ValueError(
-                f"forwards of batch sizes {sorted(batches)} can't be joined; read them one by one from `forwards`"
+                f"forwards of batch sizes {sorted(batches)} can't be joined; take each from `forwards`"
             )
         return [
             torch.cat(parts, -1) for parts in zip(*(getattr(t, field) for t in self.forwards), strict=True)

@@ -98,8 +98,8 @@ def depth_attention(
         h [..., D] in the sources' dtype, or (h, alpha).
 
     Raises:
-        ValueError: no sources; shapes, dtypes, devices or widths that differ; an unknown or unavailable backend.
-        TypeError: something that is not a floating-point tensor.
+        ValueError: no sources; shapes, devices or widths that differ; an unknown or unavailable backend.
+        TypeError: something that is not a floating-point tensor; sources of different dtypes.
     """
     listed = _check_sources(sources)
     for name, vector in (("query", query), ("key_weight", key_weight), ("norm_weight", norm_weight)):
@@ -147,8 +147,8 @@ def _check_sources(sources: Sequence[Tensor] | Tensor) -> tuple[Tensor, ...]:
             )
         if source.dtype != first.dtype:
             raise TypeError(
-                f"sources must have one dtype; sources[0] is {first.dtype} and sources[{i}] is {source.dtype}; "
-                "cast one of them"
+                f"sources must have one dtype; sources[0] is {first.dtype} and sources[{i}] is "
+                f"{source.dtype}; cast one of them"
             )
         if source.device != first.device:
             raise ValueError(

@@ -49,15 +49,14 @@ def depth_attention_lean(
 
     A second derivative differentiates the formulas with plain autograd, so it is right, at its memory.
     """
-    inputs = [t for t in (query, key_weight, norm_weight, *sources) if t is not None]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
-        h, alpha, *_ = _DepthAttention.apply(  # type: ignore[no-untyped-call]
-            eps, scale, norm_eps, gain, query, key_weight, norm_weight, *sources
-        )
-        return h, alpha
-    with torch.no_grad():
-        h, scalars = _forward(Settings(eps, scale, norm_eps, gain), (query, key_weight, norm_weight), sources)
-    return h, scalars.alpha
+    settings, vectors = Settings(eps, scale, norm_eps, gain), (query, key_weight, norm_weight)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*vectors, *sources)):
+        h, alpha, *_ = _DepthAttention.apply(*settings, *vectors, *sources)
+    else:
+        with torch.no_grad():
+            h, (alpha, *_) = _forward(settings, vectors, sources)
+    # Out here, since a view that leaves an autograd.Function can't be modified in place by the caller.
+    return h.reshape(sources[0].shape), alpha.reshape(len(sources), *sources[0].shape[:-1])
 
 
 class _DepthAttention(torch.autograd.Function):
@@ -100,7 +99,7 @@ class _DepthAttention(torch.autograd.Function):
 
 
 def _forward(settings: Settings, vectors: _Vectors, sources: Sequence[Tensor]) -> tuple[Tensor, Scalars]:
-    """h or y [..., D], alpha [N, ...], and r, t [N, tokens], q [tokens]."""
+    """h or y [tokens, D], and alpha, r, t [N, tokens], q [tokens]."""
     first = sources[0]
     u, n, dtype = _in_compute_dtype(vectors, first)
     parts: list[Scalars] = []
@@ -112,9 +111,10 @@ def _forward(settings: Settings, vectors: _Vectors, sources: Sequence[Tensor]) -
             yield chunk, [h.to(first.dtype)]
 
     with _no_autocast(first.device):
-        (h,) = _joined(pieces(), first.shape)
-    scalars = parts[0] if len(parts) == 1 else Scalars(*(torch.cat(p, -1) for p in zip(*parts, strict=True)))
-    return h, scalars._replace(alpha=scalars.alpha.reshape(len(sources), *first.shape[:-1]))
+        (h,) = _joined(pieces(), first)
+    if len(parts) == 1:
+        return h, parts[0]
+    return h, Scalars(*(torch.cat(part, -1) for part in zip(*parts, strict=True)))
 
 
 def _backward(
@@ -128,33 +128,30 @@ def _backward(
     """Gradients of query, key weight, norm weight and every source, each in its own dtype."""
     first, (query, key_weight, norm_weight) = sources[0], vectors
     u, n, dtype = _in_compute_dtype(vectors, first)
-    dy = first.new_zeros(()).expand(first.shape) if d_output is None else d_output
-    dy = dy.reshape(-1, first.shape[-1])
-    dp = None if d_alpha is None else d_alpha.flatten(1)
-    scalars = scalars._replace(alpha=scalars.alpha.flatten(1))
+    dy = first.new_zeros(()).expand(scalars.r.shape[1], len(u)) if d_output is None else d_output
     du, dn = torch.zeros_like(u), torch.zeros_like(u)
 
     def pieces() -> Iterator[tuple[slice, Iterable[Tensor]]]:
         nonlocal du, dn
         for chunk, rows in _chunks(sources, dtype):
             here = Scalars(*(x[..., chunk] for x in scalars))
-            dp_here = None if dp is None else dp[:, chunk]
-            factors, du_part, dn_part = gradients(settings, rows, u, n, here, dy[chunk].to(dtype), dp_here)
+            dp = None if d_alpha is None else d_alpha[:, chunk]
+            factors, du_part, dn_part = gradients(settings, rows, u, n, here, dy[chunk].to(dtype), dp)
             du, dn = du + du_part, dn if dn_part is None else dn + dn_part
             yield chunk, (d.to(first.dtype) for d in source_gradients(rows, u, factors))
 
     with _no_autocast(first.device):
-        d_sources = _joined(pieces(), first.shape)
+        d_sources = _joined(pieces(), first)
     return (
         (du if key_weight is None else du * key_weight.to(dtype)).to(query.dtype),
         None if key_weight is None else (du * query.to(dtype)).to(key_weight.dtype),
         None if norm_weight is None else dn.to(norm_weight.dtype),
-        *d_sources,
+        *(d.reshape(first.shape) for d in d_sources),
     )
 
 
 def _chunks(sources: Sequence[Tensor], dtype: torch.dtype) -> Iterator[tuple[slice, Rows]]:
-    """Ranges of tokens and their rows in the compute dtype; one range where autograd or a compiler looks on."""
+    """Ranges of tokens and their rows in the compute dtype; one range where autograd or a compiler looks."""
     first = sources[0]
     elements, width = first.numel(), first.shape[-1]
     flat = [source.reshape(-1, width) for source in sources]
@@ -170,22 +167,22 @@ def _chunks(sources: Sequence[Tensor], dtype: torch.dtype) -> Iterator[tuple[sli
             yield chunk, [rows[chunk].to(dtype) for rows in flat]
 
 
-def _joined(pieces: Iterable[tuple[slice, Iterable[Tensor]]], shape: torch.Size) -> list[Tensor]:
-    """The pieces [c, D] of every result put together again, as tensors of `shape`.
+def _joined(pieces: Iterable[tuple[slice, Iterable[Tensor]]], first: Tensor) -> list[Tensor]:
+    """The pieces [c, D] of every result put together again [tokens, D].
 
     A single range is handed on without a buffer, since writing into one can't be recorded by autograd.
     """
-    width = shape[-1]
-    tokens = shape.numel() // width
+    width = first.shape[-1]
+    tokens = first.numel() // width
     joined: list[Tensor] = []
     for chunk, results in pieces:
         if chunk == slice(0, tokens):
-            return [part.reshape(shape) for part in results]
+            return list(results)
         for i, part in enumerate(results):
             if i == len(joined):
                 joined.append(part.new_empty(tokens, width))
             joined[i][chunk] = part
-    return [whole.reshape(shape) for whole in joined]
+    return joined
 
 
 def _recorded() -> bool:

@@ -79,7 +79,7 @@ def model_pass(record: bool) -> Iterator[_ModelPass]:
 
 
 class AttnResNorm(nn.Module):
-    """Mixin of a norm that reads before it norms. `read` is a `DepthRead`, or None for the very first read."""
+    """Mixin of a norm that reads before it norms; `read` is None for the very first read."""
 
     read: DepthRead | None
     sees_partial: bool
@@ -129,8 +129,8 @@ class AttnResFinalNorm(AttnResNorm):
             raise RuntimeError("the final read was called outside a model forward; call the model instead")
         if current.layers_run != self.num_layers:
             raise RuntimeError(
-                f"the final read needs all {self.num_layers} layers, but {current.layers_run} ran: early exit and "
-                "pipeline parallelism that ships only hidden states don't work with attention residuals"
+                f"the final read needs all {self.num_layers} layers, but {current.layers_run} ran: early "
+                "exit and pipeline parallelism that ships only hidden states don't work with attention residuals"
             )
         made: list[Tensor] | None = None if current.trace is None else []
         out = self.mix_and_norm(current.stream.sources, made)
@@ -178,8 +178,8 @@ class AttnResLayer(nn.Module):
         """One layer: x [B, T, D] (the open block's partial sum, or zeros) and the finished blocks.
 
         Returns:
-            The open block's sum after the layer; then the block that closed after the token mixer, if the plan
-            closes one there; then, when recording, weights and mixture of both reads and both output norms.
+            The open block's sum after the layer; the block that closed after the token mixer, if one did;
+            when recording, weights and mixture of both reads and both output norms.
         """
         outer = getattr(_LOCAL, "frame", None)
         _LOCAL.frame = frame = _Frame(blocks, attn_res_record)
@@ -263,10 +263,10 @@ def attach(backbone: nn.Module, config: AttnResConfig, family: Family) -> DepthP
     for i, layer in enumerate(layers):
         for sublayer, name in zip((2 * i, 2 * i + 1), family.pre_norms, strict=True):
             _swap_norm(getattr(layer, name), _norm_class, sublayer, plan, family)
-        # The second norm of a layer always receives what the token mixer wrote: a partial sum or a closed block.
+        # The second norm always receives what the token mixer wrote: a partial sum or a block just closed.
         getattr(layer, family.pre_norms[1]).sees_partial = True
         layer.closes_after_mixer, layer.closes_after_mlp = map(plan.closes_block, (2 * i, 2 * i + 1))
-        layer.__class__ = _layer_class(type(layer))
+        layer.__class__ = _layer_class(layer.__class__)
     final = getattr(backbone, family.final_norm)
     _swap_norm(final, _final_norm_class, plan.num_sublayers, plan, family)
     final.num_layers = len(layers)

@@ -1,7 +1,8 @@
 """Config and model classes per family, registered with transformers' Auto classes on import.
 
 Each class is the plain one of transformers plus reads. `config.attn_res` holds the fields of `AttnResConfig`;
-with mode "standard" nothing is changed at all. (Annotations are real here: transformers reads `config` from them.)
+with mode "standard" nothing is changed at all. Annotations are evaluated here, since transformers reads
+`config` from them.
 """
 
 from typing import Any, ClassVar
@@ -42,7 +43,7 @@ from attention_residuals.read import DepthRead
 
 
 class AttnResConfigMixin:
-    """Adds the field `attn_res`: the settings of `AttnResConfig` as a dict, validated when the config is built."""
+    """Adds the field `attn_res`: the settings of `AttnResConfig` as a dict, validated at once."""
 
     family: ClassVar[str]
     # Hugging Face's pipeline parallelism ships hidden states only, not the blocks.
@@ -73,8 +74,8 @@ class _Reads:
         pp_size = getattr(distributed_config, "pp_size", pp_size)
         if pp_size is not None and pp_size > 1:
             raise ValueError(
-                f"pp_size must be 1, got {pp_size}: transformers' pipeline parallelism sends only hidden states "
-                "from stage to stage, but depth attention needs the blocks as well"
+                f"pp_size must be 1, got {pp_size}: transformers' pipeline parallelism sends only hidden "
+                "states from stage to stage, but depth attention needs the blocks as well"
             )
         return super().prepare_distribute_model(distributed_config, device_map)  # type: ignore[misc]
 
@@ -213,7 +214,7 @@ def _register() -> None:
     )
     autos = (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification)
     for config_class, *model_classes in rows:
-        if config_class.model_type not in CONFIG_MAPPING:  # an exported copy of this file leaves the package's
+        if config_class.model_type not in CONFIG_MAPPING:  # an exported copy leaves the package's
             AutoConfig.register(config_class.model_type, config_class)
         for auto, model_class in zip(autos, model_classes, strict=True):
             auto.register(config_class, model_class, exist_ok=True)

@@ -38,7 +38,7 @@ def export_with_code(model: PreTrainedModel, folder: str | Path) -> Path:
     folder = Path(folder)
     config = model.config
     if not hasattr(config, "attn_res"):
-        raise TypeError(f"{type(model).__name__} has no attention residuals; save_pretrained is enough for it")
+        raise TypeError(f"{type(model).__name__} has no attention residuals; use save_pretrained")
     model.save_pretrained(folder)
     for module in required_modules():
         _write(folder / f"{flat_name(module)}.py", _flattened_source(module))

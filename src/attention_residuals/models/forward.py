@@ -70,7 +70,7 @@ def backbone_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         return_dict = _setting(self, kwargs, "return_dict")
         traces = getattr(_LOCAL, "traces", None)
         sinks = [sink for sink in (traces, *self.depth_records) if sink is not None]
-        record = bool(want_weights or sinks or hidden is not None and hidden is not False)
+        record = bool(want_weights or sinks or (hidden is not None and hidden is not False))
         with model_pass(record) as current:
             outputs = base(self, *args, output_hidden_states=False, return_dict=True, **kwargs)
         if current.trace is not None:
@@ -82,9 +82,7 @@ def backbone_forward(base: Callable[..., Any]) -> Callable[..., Any]:
     return _with_depth_weights_argument(base, forward)
 
 
-def _hand_out(
-    model: Any, outputs: Any, trace: DepthTrace, hidden: Any, want_weights: Any
-) -> ModelOutput:
+def _hand_out(model: Any, outputs: Any, trace: DepthTrace, hidden: Any, want_weights: Any) -> ModelOutput:
     if hidden is not None and hidden is not False:
         states = [*trace.mixtures[:-1:2], outputs.last_hidden_state]
         selected = selected_hidden_states(hidden)
@@ -124,6 +122,6 @@ def _refuse_packing(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return
     if kwargs.get("cache") is None and position_ids.shape[-1] > 1 and bool((position_ids.diff() < 0).any()):
         raise ValueError(
-            "position_ids restart inside a row, but Gated DeltaNet layers would carry their state from one document "
-            "to the next; put each document in its own row, or pass cu_seq_lens_q on a device with FLA's kernels"
+            "position_ids restart inside a row, but Gated DeltaNet layers would carry their state from one "
+            "document to the next; put each document in its own row, or pass cu_seq_lens_q where FLA runs"
         )

@@ -95,10 +95,10 @@ def resume(
     settings = dataclasses.replace(settings, output_dir=output_dir)
     checkpoint = latest_checkpoint(folder.checkpoints) if complete_checkpoints(folder.checkpoints) else None
     step = step_of(checkpoint) if checkpoint else 0
+    if step >= (settings.max_steps or run["max_steps"]):
+        raise UserError(f"the run in {output_dir} has finished its {step} steps; raise --max-steps to go on")
     set_threads(settings)
     prepared = prepare(settings, console, folder=folder, started=run)
-    if step >= prepared.schedule.max_steps:
-        raise UserError(f"the run in {output_dir} has finished its {step} steps; raise --max-steps to go on")
     model = make_model(prepared.config, settings) if checkpoint is None else _empty(prepared.config)
     if is_main_process():
         folder.clean()

@@ -1,0 +1,15 @@
+"""Runs the benchmarks named on the command line, or all of them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+BENCHMARKS = ("small_model",)
+
+if __name__ == "__main__":
+    names = sys.argv[1:] or list(BENCHMARKS)
+    for unknown in set(names) - set(BENCHMARKS):
+        sys.exit(f"no benchmark called {unknown!r}; there are {', '.join(BENCHMARKS)}")
+    for name in names:
+        importlib.import_module(f"benchmarks.{name}").main()

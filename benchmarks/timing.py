@@ -1,0 +1,81 @@
+"""From functions to comparable times: alternating runs in one process, medians, and where they come from."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def alternate(arms: dict[str, Callable[[], Any]], *, runs: int, warmup: int = 2) -> dict[str, list[float]]:
+    """Time each arm in turn, `runs` times over; seconds per arm and run. The order flips every round."""
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for i in range(warmup + runs):
+        for name in list(arms)[:: 1 if i % 2 else -1]:
+            start = time.perf_counter()
+            arms[name]()
+            elapsed = time.perf_counter() - start
+            if i >= warmup:
+                times[name].append(elapsed)
+    return times
+
+
+def medians(times: dict[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def median_ratio(times: dict[str, list[float]], arm: str, against: str) -> float:
+    """Median over the rounds of arm / against: drift of the machine cancels within a round."""
+    return statistics.median(a / b for a, b in zip(times[arm], times[against], strict=True))
+
+
+def origin() -> dict[str, Any]:
+    """Command, commit, machine and date of a result."""
+    import torch
+    import transformers
+
+    return {
+        "command": "python -m benchmarks " + " ".join(sys.argv[1:]),
+        "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain") else ""),
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{_processor()}, {os.cpu_count()} cores, {platform.system()}",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def save(name: str, figures: dict[str, Any]) -> Path:
+    """Write benchmarks/results/NAME.json, beside and renamed."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    beside = path.with_suffix(".tmp")
+    beside.write_text(json.dumps({"origin": origin(), **figures}, indent=2) + "\n", encoding="utf-8")
+    os.replace(beside, path)
+    return path
+
+
+def _git(*args: str) -> str:
+    return subprocess.run(
+        ["git", *args], capture_output=True, text=True, cwd=Path(__file__).parent
+    ).stdout.strip()
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
