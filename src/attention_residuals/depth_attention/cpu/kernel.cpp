@@ -1,0 +1,245 @@
+// The compiled CPU kernel of depth attention: forward and backward over a list of sources, without stacking.
+//
+//   r_i = 1 / sqrt(mean(v_i^2) + eps)   t_i = <u, v_i>   score_i = scale * r_i * t_i      (u = query * key weight)
+//   alpha = softmax(score)              h = gain * sum_i alpha_i v_i
+//   q = 1 / sqrt(mean(h^2) + norm_eps)  y = q * h * n
+//
+// Backward as in lean.py; docs/math.md derives it. Shapes: sources v_i and h [tokens, D], each row contiguous;
+// alpha [N, tokens]; saved [2N + 1, tokens] holds r, t and q. Nothing of size N x tokens x D is kept.
+//
+// It is plain C++ behind Python's stable ABI: no PyTorch is needed to build it, and one binary holds the code
+// for several instruction sets and chooses when it is loaded. Threads are PyTorch's own: the OpenMP runtime
+// that libtorch_cpu uses is looked up in the running process, so that there is one pool of threads.
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030A0000
+#include <Python.h>
+
+#include <dlfcn.h>
+#include "kernel_types.h"
+
+#include <vector>
+
+static const Kernels* kernels = &kernels_baseline;
+static const char* instruction_set = "baseline";
+
+static void choose_instruction_set() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+        kernels = &kernels_avx2, instruction_set = "avx2";
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && kernels == &kernels_avx2)
+        kernels = &kernels_avx512, instruction_set = "avx512";
+#endif
+}
+
+// PyTorch's OpenMP runtime, or null where it has none that is known.
+static void (*gomp_parallel)(void (*)(void*), void*, unsigned, unsigned);
+static int (*omp_thread)(), (*omp_threads)();
+
+// A worker's elements below which a second thread costs more than it saves.
+static const int64_t SERIAL_ELEMENTS = 32 * 1024;
+
+struct Team {
+    void (*work)(void*, int id, int of);
+    void* call;
+};
+
+static void enter(void* team) {
+    ((Team*)team)->work(((Team*)team)->call, omp_thread(), omp_threads());
+}
+
+// One thread for small calls, else all of PyTorch's: a team of another size would rebuild its pool.
+static void run_team(void (*work)(void*, int, int), void* call, int64_t elements, int threads) {
+    Team team = {work, call};
+    if (threads > 1 && elements > SERIAL_ELEMENTS && gomp_parallel) gomp_parallel(enter, &team, threads, 0);
+    else work(call, 0, 1);
+}
+
+static float* scratch(int64_t floats) {
+    static thread_local std::vector<float> buffer;
+    if ((int64_t)buffer.size() < floats) buffer.resize(floats);
+    return buffer.data();
+}
+
+static void forward_work(void* call, int id, int of) {
+    const Forward& f = *(const Forward*)call;
+    int64_t begin = f.tokens * id / of, end = f.tokens * (id + 1) / of;
+    if (begin < end) kernels->forward(f, begin, end, scratch(scratch_floats(f.num_sources, f.width)));
+}
+
+struct BackwardCall {
+    Backward f;
+    double* sums;  // per thread: du [D], dn [D]
+};
+
+static void backward_work(void* call, int id, int of) {
+    const BackwardCall& c = *(const BackwardCall*)call;
+    const Backward& f = c.f;
+    int64_t begin = f.tokens * id / of, end = f.tokens * (id + 1) / of;
+    double* du = c.sums + 2 * f.width * id;
+    if (begin < end)
+        kernels->backward(f, begin, end, scratch(scratch_floats(f.num_sources, f.width)), du, du + f.width);
+}
+
+// Reads Python's arguments in order; the first failure is kept as a Python error.
+struct Arguments {
+    PyObject* const* next;
+    PyObject* const* end;
+
+    PyObject* take() {
+        if (next < end) return *next++;
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "too few arguments");
+        return Py_None;
+    }
+    int64_t integer() {
+        PyObject* o = take();
+        return PyErr_Occurred() ? 0 : PyLong_AsLongLong(o);
+    }
+    float number() {
+        PyObject* o = take();
+        return PyErr_Occurred() ? 0 : (float)PyFloat_AsDouble(o);
+    }
+    template <class P>
+    P* pointer() { return (P*)(intptr_t)integer(); }
+    template <class V>
+    void list(std::vector<V>& values) {
+        PyObject* o = take();
+        if (PyErr_Occurred()) return;
+        Py_ssize_t size = PyList_Size(o);
+        for (Py_ssize_t i = 0; i < size; i++) values.push_back((V)(intptr_t)PyLong_AsLongLong(PyList_GetItem(o, i)));
+    }
+    bool failed() {
+        if (!PyErr_Occurred() && next != end) PyErr_SetString(PyExc_TypeError, "too many arguments");
+        return PyErr_Occurred() != nullptr;
+    }
+};
+
+// u = query * key weight, or the query itself where there is no key weight
+static const float* key_vector(const float* query, const float* key_weight, int64_t width, std::vector<float>& u) {
+    if (!key_weight) return query;
+    u.resize(width);
+    for (int64_t d = 0; d < width; d++) u[d] = query[d] * key_weight[d];
+    return u.data();
+}
+
+// forward(dtype, sources, strides, tokens, width, query, key_weight, norm_weight, out, alpha, saved,
+//         eps, scale, norm_eps, gain, threads): pointers as integers, 0 for what is not given
+static PyObject* py_forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    Arguments a = {args, args + count};
+    Forward f;
+    std::vector<void*> sources;
+    std::vector<int64_t> strides;
+    std::vector<float> u;
+    f.dtype = (DType)a.integer();
+    a.list(sources);
+    a.list(strides);
+    f.num_sources = sources.size(), f.tokens = a.integer(), f.width = a.integer();
+    f.sources = sources.data(), f.strides = strides.data();
+    const float* query = a.pointer<float>();
+    const float* key_weight = a.pointer<float>();
+    f.norm_weight = a.pointer<float>();
+    f.out = a.pointer<void>(), f.alpha = a.pointer<float>(), f.saved = a.pointer<float>();
+    f.eps = a.number(), f.scale = a.number(), f.norm_eps = a.number(), f.gain = a.number();
+    int threads = (int)a.integer();
+    if (a.failed()) return nullptr;
+    Py_BEGIN_ALLOW_THREADS
+    f.u = key_vector(query, key_weight, f.width, u);
+    run_team(forward_work, &f, f.num_sources * f.tokens * f.width, threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+// backward(dtype, sources, strides, tokens, width, query, key_weight, norm_weight, d_out, d_alpha, alpha, saved,
+//          d_sources, d_query, d_key_weight, d_norm_weight, scale, gain, threads)
+static PyObject* py_backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    Arguments a = {args, args + count};
+    BackwardCall c;
+    Backward& f = c.f;
+    std::vector<void*> sources, d_sources;
+    std::vector<int64_t> strides;
+    std::vector<float> u;
+    f.dtype = (DType)a.integer();
+    a.list(sources);
+    a.list(strides);
+    f.num_sources = sources.size(), f.tokens = a.integer(), f.width = a.integer();
+    f.sources = sources.data(), f.strides = strides.data();
+    const float* query = a.pointer<float>();
+    const float* key_weight = a.pointer<float>();
+    f.norm_weight = a.pointer<float>();
+    f.d_out = a.pointer<void>(), f.d_alpha = a.pointer<float>();
+    f.alpha = a.pointer<float>(), f.saved = a.pointer<float>();
+    a.list(d_sources);
+    f.d_sources = d_sources.data();
+    float* d_query = a.pointer<float>();
+    float* d_key_weight = a.pointer<float>();
+    float* d_norm_weight = a.pointer<float>();
+    f.scale = a.number(), f.gain = a.number();
+    int threads = (int)a.integer();
+    if (a.failed()) return nullptr;
+    Py_BEGIN_ALLOW_THREADS
+    f.u = key_vector(query, key_weight, f.width, u);
+    std::vector<double> sums(2 * f.width * (threads > 1 ? threads : 1));
+    c.sums = sums.data();
+    run_team(backward_work, &c, f.num_sources * f.tokens * f.width, threads);
+    for (size_t t = 1; t < sums.size() / (2 * f.width); t++)
+        for (int64_t d = 0; d < 2 * f.width; d++) sums[d] += sums[2 * f.width * t + d];
+    for (int64_t d = 0; d < f.width; d++) {
+        if (d_query) d_query[d] = (float)(key_weight ? sums[d] * key_weight[d] : sums[d]);
+        if (d_key_weight) d_key_weight[d] = (float)(sums[d] * query[d]);
+        if (d_norm_weight) d_norm_weight[d] = (float)sums[f.width + d];
+    }
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+// share_threads(path of libtorch_cpu) -> whether PyTorch's OpenMP runtime was found in this process
+static PyObject* py_share_threads(PyObject*, PyObject* path) {
+    PyObject* encoded = PyUnicode_AsUTF8String(path);
+    if (!encoded) return nullptr;
+    void* library = dlopen(PyBytes_AsString(encoded), RTLD_LAZY | RTLD_NOLOAD);
+    Py_DECREF(encoded);
+    if (library) {  // looks into the library and what it depends on
+        *(void**)&omp_thread = dlsym(library, "omp_get_thread_num");
+        *(void**)&omp_threads = dlsym(library, "omp_get_num_threads");
+        *(void**)&gomp_parallel = omp_thread && omp_threads ? dlsym(library, "GOMP_parallel") : nullptr;
+    }
+    return PyBool_FromLong(gomp_parallel != nullptr);
+}
+
+// use_instruction_set(name): for tests; raises ValueError for one that this machine lacks
+static PyObject* py_use(PyObject*, PyObject* name) {
+    choose_instruction_set();
+    if (PyUnicode_CompareWithASCIIString(name, instruction_set) == 0) Py_RETURN_NONE;
+#if defined(__x86_64__)
+    if (PyUnicode_CompareWithASCIIString(name, "avx2") == 0 && kernels != &kernels_baseline) {
+        kernels = &kernels_avx2, instruction_set = "avx2";
+        Py_RETURN_NONE;
+    }
+#endif
+    if (PyUnicode_CompareWithASCIIString(name, "baseline") == 0) {
+        kernels = &kernels_baseline, instruction_set = "baseline";
+        Py_RETURN_NONE;
+    }
+    return PyErr_Format(PyExc_ValueError, "instruction set %R is not available here; the best is %s", name,
+                        instruction_set);
+}
+
+static PyObject* py_instruction_set(PyObject*, PyObject*) { return PyUnicode_FromString(instruction_set); }
+
+static PyMethodDef methods[] = {
+    {"forward", (PyCFunction)(void (*)(void))py_forward, METH_FASTCALL, "depth attention forward"},
+    {"backward", (PyCFunction)(void (*)(void))py_backward, METH_FASTCALL, "depth attention backward"},
+    {"share_threads", py_share_threads, METH_O, "run on PyTorch's OpenMP threads"},
+    {"use_instruction_set", py_use, METH_O, "choose among what this machine has"},
+    {"instruction_set", py_instruction_set, METH_NOARGS, "name of the instruction set in use"},
+    {nullptr, nullptr, 0, nullptr}};
+
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kernel", "Compiled depth attention for CPUs.", -1, methods,
+                             nullptr, nullptr, nullptr, nullptr};
+
+PyMODINIT_FUNC PyInit__kernel() {
+    choose_instruction_set();
+    return PyModule_Create(&module);
+}
