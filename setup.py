@@ -12,7 +12,8 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 FOLDER = "src/attention_residuals/depth_attention/cpu"
-FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fvisibility=hidden", "-Wno-ignored-attributes", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
+FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fvisibility=hidden"]
+FLAGS += ["-Wno-ignored-attributes", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 # name, float lanes, compiler flags
 INSTRUCTION_SETS = [("baseline", 4, [])]
 if platform.machine().lower() in ("x86_64", "amd64"):
@@ -51,7 +52,7 @@ setup(
         Extension(
             "attention_residuals.depth_attention.cpu._kernel",
             [f"{FOLDER}/kernel.cpp"],
-            depends=[f"{FOLDER}/{name}" for name in ("kernel_body.h", "kernel_types.h", "instruction_set.cpp")],
+            depends=[f"{FOLDER}/{n}" for n in ("kernel_body.h", "kernel_types.h", "instruction_set.cpp")],
             libraries=["dl"] if platform.system() == "Linux" else [],
             py_limited_api=True,
             language="c++",

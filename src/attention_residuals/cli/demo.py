@@ -5,14 +5,22 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from attention_residuals.cli.verbosity import VerboseFlag, set_verbosity
+from attention_residuals.errors import UserError
 
-# Chosen for what two CPU cores read in about three minutes; `docs/training.md` has the measurements.
-STEPS = 560
+if TYPE_CHECKING:
+    from attention_residuals.training.settings import TrainSettings
+
+STEPS = 560  # enough for text that looks like English
+FEWEST_STEPS = 100
+TRAINING_SECONDS = 200.0  # what training may take; a slower machine takes fewer steps
+COMMAND = "demo"  # tells a demo's folder, which may be replaced, from other runs
+VOCABULARY = 2048
+ROWS, CONTEXT = 8, 128  # Gated DeltaNet works in chunks of 64 tokens
 PROMPT = "The people of the United States"
 SAMPLE_TOKENS = 80
 
@@ -21,7 +29,10 @@ def demo(
     output_dir: Annotated[
         Path, typer.Option(help="Folder of the demo's run; a demo that it holds is replaced.")
     ] = Path("runs/demo"),
-    max_steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = STEPS,
+    max_steps: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Optimizer steps.  [default: {STEPS}, fewer where they take long]"),
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     verbose: VerboseFlag = False,
 ) -> None:
@@ -31,26 +42,24 @@ def demo(
         os.environ[name] = "1"
     set_verbosity(verbose=verbose)
     start = time.perf_counter()
-    from attention_residuals.training import run
-    from attention_residuals.training.settings import TrainSettings
+    import torch
 
-    settings = TrainSettings(
-        preset="tiny",
-        mode="block",
-        num_blocks=4,
-        vocab_size=2048,
-        max_steps=max_steps,
-        learning_rate=5e-3,
-        warmup=0.03,
-        decay=0.4,
-        eval_every=max(1, -(-max_steps // 4)),
-        save_every=max(1, -(-max_steps // 4)),
-        eval_blocks=32,
-        keep_checkpoints=1,
-        threads=threads,
-        output_dir=str(output_dir),
-    )
-    result = run.train(settings, overwrite=True)
+    from attention_residuals.training import run
+    from attention_residuals.training.run_folder import RunFolder
+
+    folder = RunFolder(output_dir)
+    if folder.run_file.is_file() and folder.read_run().get("command") != COMMAND:
+        raise UserError(f"--output-dir {output_dir} holds a run that is no demo; give another folder")
+    settings = demo_settings(output_dir, max_steps or STEPS, threads)
+    on_cpu = not torch.accelerator.is_available()
+    if on_cpu and (max_steps is None or threads is None):
+        threads, seconds = fastest_threads(settings)
+        steps = max_steps or affordable_steps(seconds)
+        settings = demo_settings(output_dir, steps, threads)
+        print(f"a step takes {seconds:.2f} s with {threads} thread{'s' if threads > 1 else ''}")
+        if max_steps is None and steps < STEPS:
+            print(f"{steps} steps instead of {STEPS}, to take about {TRAINING_SECONDS:.0f} s on this machine")
+    result = run.train(settings, overwrite=True, command=COMMAND)
     if result.signal is not None:
         raise typer.Exit(128 + result.signal)
     sample = sample_text(result.folder, PROMPT, SAMPLE_TOKENS)
@@ -59,6 +68,67 @@ def demo(
     print(f"report: {result.report}")
     print(f"time: {time.perf_counter() - start:.0f} s")
     print(f'more: attnres generate {result.folder} --prompt "{PROMPT}"')
+
+
+def demo_settings(output_dir: Path, max_steps: int, threads: int | None) -> TrainSettings:
+    """The demo's run: the tiny preset, 16 sublayers in 4 blocks, 1,024 tokens a step."""
+    from attention_residuals.training.settings import TrainSettings
+
+    quarter = -(-max_steps // 4)
+    return TrainSettings(
+        preset="tiny",
+        mode="block",
+        num_blocks=4,
+        vocab_size=VOCABULARY,
+        context=CONTEXT,
+        batch_size=ROWS,
+        max_steps=max_steps,
+        learning_rate=5e-3,
+        warmup=0.03,
+        decay=0.4,
+        eval_every=quarter,
+        save_every=quarter,
+        eval_blocks=32,
+        keep_checkpoints=1,
+        threads=threads,
+        output_dir=str(output_dir),
+    )
+
+
+def fastest_threads(settings: TrainSettings) -> tuple[int, float]:
+    """The number of CPU threads that trains the demo's model fastest, and seconds per step with it.
+
+    Measured, because a small model on many cores, or on cores that are busy, is slower with more threads.
+    `settings.threads`, where given, is the only candidate.
+    """
+    import torch
+
+    from attention_residuals.models.auto import Qwen3_5AttnResConfig, Qwen3_5AttnResForCausalLM
+    from attention_residuals.training.presets import PRESETS
+
+    fields = {**PRESETS["tiny"].fields, "vocab_size": VOCABULARY, "attn_res": settings.attn_res_fields()}
+    model = Qwen3_5AttnResForCausalLM(Qwen3_5AttnResConfig(**fields))
+    ids = torch.arange(ROWS * CONTEXT).reshape(ROWS, CONTEXT) % VOCABULARY
+    most = torch.get_num_threads()
+    powers = [1 << power for power in range(most.bit_length())]
+    candidates = [settings.threads] if settings.threads else sorted({*powers, most})
+    timed = []
+    for threads in candidates:
+        torch.set_num_threads(threads)
+        durations = []
+        for _ in range(3):
+            start = time.perf_counter()
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            durations.append(time.perf_counter() - start)
+        timed.append((min(durations[1:]), threads))  # the first one warms up
+    torch.set_num_threads(most)
+    seconds, threads = min(timed)
+    return threads, seconds
+
+
+def affordable_steps(seconds: float) -> int:
+    """How many steps of `seconds` each fit into the time training may take."""
+    return max(FEWEST_STEPS, min(STEPS, int(TRAINING_SECONDS / seconds)))
 
 
 def sample_text(folder: Path, prompt: str, max_new_tokens: int) -> str:

@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Literal, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from attention_residuals.depth_attention import cpu
 from attention_residuals.depth_attention.lean import depth_attention_lean
 from attention_residuals.depth_attention.reference import depth_attention_reference
 
 # In order of preference for backend="auto".
 BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "cpu": cpu.depth_attention_cpu,
     "lean": depth_attention_lean,
     "reference": depth_attention_reference,
 }
@@ -26,9 +28,9 @@ def available_backends(
 
     "auto" takes the first that can, in this order.
     """
-    torch.device(device)  # raises RuntimeError for a device that does not exist
+    device = torch.device(device)  # raises RuntimeError for a device that does not exist
     reason = None if dtype in FLOAT_DTYPES else f"sources must be floating point, got {dtype}"
-    return dict.fromkeys(BACKENDS, reason)
+    return {"cpu": reason or cpu.why_not(device, dtype), "lean": reason, "reference": reason}
 
 
 @overload
@@ -119,10 +121,25 @@ def depth_attention(
 
 def _choose(backend: str, first: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
     if backend == "auto":
-        return BACKENDS["lean"]
+        return BACKENDS["lean" if _why_not_cpu(first) else "cpu"]
     if backend not in BACKENDS:
         raise ValueError(f"backend must be 'auto' or one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend == "cpu" and (reason := _why_not_cpu(first)):
+        raise ValueError(f"backend='cpu' can't run here: it {reason}; use backend='auto' or 'lean'")
     return BACKENDS[backend]
+
+
+def _why_not_cpu(first: Tensor) -> str | None:
+    """Why the compiled kernel can't take this call: it reads memory, so it needs plain tensors."""
+    if reason := cpu.why_not(first.device, first.dtype):
+        return reason
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return "isn't seen by a tracing compiler"
+    if type(first) is not Tensor and type(first) is not nn.Parameter:
+        return f"takes plain tensors, got {type(first).__name__}"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "isn't seen by torch.func transforms"
+    return None
 
 
 def _check_sources(sources: Sequence[Tensor] | Tensor) -> tuple[Tensor, ...]:
@@ -132,8 +149,12 @@ def _check_sources(sources: Sequence[Tensor] | Tensor) -> tuple[Tensor, ...]:
                 f"packed sources must have at least two axes [N, ..., D], got shape {tuple(sources.shape)}"
             )
         listed = sources.unbind(0)
-    else:
+    elif isinstance(sources, Sequence):
         listed = tuple(sources)
+    else:
+        raise TypeError(
+            f"sources must be a sequence of tensors or one packed tensor, got {type(sources).__name__}"
+        )
     if not listed:
         raise ValueError("sources must hold at least one tensor, got none; the embedding is the first source")
     first = listed[0]

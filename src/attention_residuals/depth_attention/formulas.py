@@ -21,11 +21,17 @@ that autograd can differentiate it again; the list form is what a compiler sees.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+# The most terms that one BLAS call adds up: in a dot product over the width, and in a sum over tokens. BLAS
+# adds in sequence, so that its error grows with the number of terms; in pieces it stays near torch.sum's.
+DOT_TERMS = 1024
+SUM_TERMS = 256
 
 Rows = Tensor | list[Tensor]
 
@@ -56,8 +62,9 @@ def read(settings: Settings, rows: Rows, u: Tensor, n: Tensor | None) -> tuple[T
     # One source has weight one whatever its score is, infinite or NaN too.
     e = torch.ones_like(r) if len(rows) == 1 else (score - score.amax(0).detach()).exp()
     total = e.sum(0)
-    # gain / total before the product: with equal scores and gain N every weight is then exactly 1.
-    h = _mix(rows, e * (settings.gain / total))
+    # In this order, with equal scores and gain N, every factor is N / N, exactly 1. (A number divided by a
+    # tensor is the number times its reciprocal in PyTorch, and 41 * (1 / 41) isn't 1 in float32.)
+    h = _mix(rows, e * settings.gain / total)
     q = h.new_empty(0)
     if n is not None:
         q = (h.square().mean(-1) + settings.norm_eps).rsqrt()
@@ -113,12 +120,19 @@ def _mean_squares(rows: Rows) -> Tensor:
 
 
 def _dots(rows: Rows, vector: Tensor) -> Tensor:
-    """<v_i, vector> [N, c]: BLAS calls, or an expression that a compiler can fuse."""
+    """<v_i, vector> [N, c]: an expression that a compiler can fuse, or without one BLAS, which is faster."""
     if isinstance(rows, Tensor):
-        return rows @ vector
+        return (rows * vector).sum(-1)
     if torch.compiler.is_compiling():
         return torch.stack([(row * vector).sum(-1) for row in rows])
-    return torch.stack([torch.mv(row, vector) for row in rows])
+    return torch.stack([_dot(row, vector) for row in rows])
+
+
+def _dot(row: Tensor, vector: Tensor) -> Tensor:
+    if len(vector) <= DOT_TERMS:
+        return torch.mv(row, vector)
+    pieces = zip(row.split(DOT_TERMS, -1), vector.split(DOT_TERMS), strict=True)
+    return torch.stack([torch.mv(*piece) for piece in pieces]).sum(0)
 
 
 def _mix(rows: Rows, weights: Tensor) -> Tensor:
@@ -142,11 +156,13 @@ def _inner(rows: Rows, dh: Tensor) -> Tensor:
 def _weighted_sum(rows: Rows, weights: Tensor) -> Tensor:
     """sum over tokens and sources of weights_i v_i [D]."""
     if isinstance(rows, Tensor):
-        return weights.flatten() @ rows.flatten(0, 1)
+        return (weights.unsqueeze(-1) * rows).sum((0, 1))
     if torch.compiler.is_compiling():
         parts = [(weight.unsqueeze(-1) * row).sum(0) for weight, row in zip(weights, rows, strict=True)]
-        return torch.stack(parts).sum(0)
-    total = torch.mv(rows[0].t(), weights[0])
-    for weight, row in zip(weights[1:], rows[1:], strict=True):
-        total.addmv_(row.t(), weight)
-    return total
+    else:
+        pairs = [
+            zip(row.split(SUM_TERMS), weight.split(SUM_TERMS), strict=True)
+            for row, weight in zip(rows, weights, strict=True)
+        ]
+        parts = [torch.mv(row.t(), weight) for row, weight in itertools.chain(*pairs)]
+    return torch.stack(parts).sum(0)

@@ -129,23 +129,24 @@ def _backward(
     first, (query, key_weight, norm_weight) = sources[0], vectors
     u, n, dtype = _in_compute_dtype(vectors, first)
     dy = first.new_zeros(()).expand(scalars.r.shape[1], len(u)) if d_output is None else d_output
-    du, dn = torch.zeros_like(u), torch.zeros_like(u)
+    parts: list[tuple[Tensor, Tensor | None]] = []
 
     def pieces() -> Iterator[tuple[slice, Iterable[Tensor]]]:
-        nonlocal du, dn
         for chunk, rows in _chunks(sources, dtype):
             here = Scalars(*(x[..., chunk] for x in scalars))
             dp = None if d_alpha is None else d_alpha[:, chunk]
-            factors, du_part, dn_part = gradients(settings, rows, u, n, here, dy[chunk].to(dtype), dp)
-            du, dn = du + du_part, dn if dn_part is None else dn + dn_part
+            factors, du, dn = gradients(settings, rows, u, n, here, dy[chunk].to(dtype), dp)
+            parts.append((du, dn))
             yield chunk, (d.to(first.dtype) for d in source_gradients(rows, u, factors))
 
     with _no_autocast(first.device):
         d_sources = _joined(pieces(), first)
+    du = torch.stack([du for du, _ in parts]).sum(0)
+    dn = None if n is None else torch.stack([dn for _, dn in parts if dn is not None]).sum(0)
     return (
         (du if key_weight is None else du * key_weight.to(dtype)).to(query.dtype),
         None if key_weight is None else (du * query.to(dtype)).to(key_weight.dtype),
-        None if norm_weight is None else dn.to(norm_weight.dtype),
+        None if norm_weight is None or dn is None else dn.to(norm_weight.dtype),
         *(d.reshape(first.shape) for d in d_sources),
     )
 
@@ -161,7 +162,8 @@ def _chunks(sources: Sequence[Tensor], dtype: torch.dtype) -> Iterator[tuple[sli
     elif torch.is_grad_enabled() or elements * len(sources) <= STACK_ELEMENTS:
         yield everything, torch.stack(flat).to(dtype)
     else:
-        step = max(1, (CHUNK_ELEMENTS if first.device.type == "cpu" else ACCELERATOR_CHUNK_ELEMENTS) // width)
+        limit = CHUNK_ELEMENTS if first.device.type == "cpu" else ACCELERATOR_CHUNK_ELEMENTS
+        step = max(1, limit // width)
         for start in range(0, everything.stop, step):
             chunk = slice(start, min(start + step, everything.stop))
             yield chunk, [rows[chunk].to(dtype) for rows in flat]
@@ -192,7 +194,7 @@ def _recorded() -> bool:
 
 def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Keeps the products in float32 where the caller is inside torch.autocast."""
-    if torch.is_autocast_enabled(device.type):
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
 

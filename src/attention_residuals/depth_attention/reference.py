@@ -40,8 +40,8 @@ def depth_attention_reference(
     score = scale * (key * w).sum(-1)
     e = torch.exp(score - score.amax(0, keepdim=True).detach())
     total = e.sum(0, keepdim=True)
-    # gain / total before the product: with equal scores and gain N every weight is then exactly 1.
-    h = ((e * (gain / total)).unsqueeze(-1) * v).sum(0)
+    # e * gain / total in this order: with equal scores and gain N every factor is N / N, exactly 1.
+    h = ((e * gain / total).unsqueeze(-1) * v).sum(0)
     if norm_weight is not None:
         h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + norm_eps) * norm_weight.to(dtype)
     return h.to(sources[0].dtype), e / total

@@ -130,7 +130,7 @@ class AttnResFinalNorm(AttnResNorm):
         if current.layers_run != self.num_layers:
             raise RuntimeError(
                 f"the final read needs all {self.num_layers} layers, but {current.layers_run} ran: early "
-                "exit and pipeline parallelism that ships only hidden states don't work with attention residuals"
+                "exit, and pipeline parallelism of hidden states only, don't work with attention residuals"
             )
         made: list[Tensor] | None = None if current.trace is None else []
         out = self.mix_and_norm(current.stream.sources, made)

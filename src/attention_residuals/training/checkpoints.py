@@ -68,8 +68,10 @@ def latest_checkpoint(folder: Path) -> Path:
         raise UserError(f"{folder} holds no complete checkpoint; start anew with --overwrite")
     latest = complete[-1]
     if damage := find_damage(latest):
-        remedy = f"resume from {complete[-2].name}" if len(complete) > 1 else "start anew with --overwrite"
-        raise UserError(f"checkpoint {latest} is damaged: {damage}; delete this folder to {remedy}")
+        before = complete[-2].name if len(complete) > 1 else "the start"
+        raise UserError(
+            f"checkpoint {latest} is damaged: {damage}; delete this folder to resume from {before}"
+        )
     return latest
 
 

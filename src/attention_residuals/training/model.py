@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from attention_residuals.config import AttnResConfig
@@ -59,7 +60,7 @@ def make_config(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> 
     config_class, _ = CLASSES[fields.pop("model_type", "qwen3_5_text")]
     try:
         return config_class(**fields)
-    except (TypeError, ValueError, KeyError) as error:
+    except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
         raise UserError(f"the model's configuration does not hold: {error}") from error
 
 

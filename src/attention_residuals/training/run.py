@@ -56,11 +56,18 @@ class RunResult:
     report: Path | None
 
 
-def train(settings: TrainSettings, *, overwrite: bool = False, console: Console | None = None) -> RunResult:
+def train(
+    settings: TrainSettings,
+    *,
+    overwrite: bool = False,
+    command: str = "train",
+    console: Console | None = None,
+) -> RunResult:
     """Start a new run.
 
     Args:
         overwrite: replace a run that the output folder holds.
+        command: what started the run, for run.json.
         console: where the summary and the progress go.
 
     Raises:
@@ -73,7 +80,7 @@ def train(settings: TrainSettings, *, overwrite: bool = False, console: Console 
     prepared = prepare(settings, console)
     model = make_model(prepared.config, settings)
     if is_main_process():
-        folder.create(lambda place: _write_start(RunFolder(place), prepared))
+        folder.create(lambda place: _write_start(RunFolder(place), prepared, command))
     return _fit(prepared, model, folder, None, console)
 
 
@@ -111,12 +118,13 @@ def resume(
     return _fit(prepared, model, folder, checkpoint, console)
 
 
-def _write_start(folder: RunFolder, prepared: Prepared) -> None:
+def _write_start(folder: RunFolder, prepared: Prepared, command: str) -> None:
     prepared.config.save_pretrained(folder.path)
     prepared.tokenizer.save_pretrained(folder.path)
     folder.checkpoints.mkdir()
     folder.write_run(
         {
+            "command": command,
             "status": "running",
             "started": _now(),
             "settings": prepared.settings.to_dict(),

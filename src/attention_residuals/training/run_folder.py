@@ -87,10 +87,14 @@ class RunFolder:
             content(beside)
             beside.chmod(0o755)
             old = Path(tempfile.mkdtemp(prefix=f".{place.name}-old-", dir=place.parent))
+            if place.exists():
+                place.rename(old / "run")
             try:
-                if place.exists():
-                    place.rename(old / "run")
                 beside.rename(place)
+            except OSError:
+                if (old / "run").exists():
+                    (old / "run").rename(place)
+                raise
             finally:
                 shutil.rmtree(old, ignore_errors=True)
         finally:

@@ -155,6 +155,7 @@ def training_arguments(
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(folder.path / "tensorboard"))
     return TrainingArguments(
         output_dir=str(folder.checkpoints),
+        use_cpu=not torch.accelerator.is_available(),  # bf16 is refused unless the CPU is named
         max_steps=schedule.max_steps,
         per_device_train_batch_size=schedule.batch_size,
         per_device_eval_batch_size=schedule.batch_size,
@@ -162,8 +163,8 @@ def training_arguments(
         learning_rate=schedule.learning_rate,
         max_grad_norm=settings.max_grad_norm,
         bf16=settings.bf16,
-        gradient_checkpointing=settings.gradient_checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False} if settings.gradient_checkpointing else None,
+        activation_checkpointing=settings.gradient_checkpointing,
+        activation_checkpointing_kwargs={"use_reentrant": False} if settings.gradient_checkpointing else None,
         seed=settings.seed,
         # every step is logged, so that no window of averaged losses spans a checkpoint
         logging_steps=1,

@@ -7,6 +7,7 @@ keeps r, t, q and alpha (2N + 1 and N numbers a token) beside the sources themse
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from attention_residuals.depth_attention.lean import depth_attention_lean
+
+logger = logging.getLogger(__name__)
 
 try:
     from attention_residuals.depth_attention.cpu import _kernel  # type: ignore[attr-defined]
@@ -31,7 +34,9 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 def why_not_loaded() -> str | None:
     """None where the kernel is loaded, else the reason. Finds PyTorch's threads on the first call."""
     if _kernel is None:
-        return f"the compiled kernel is missing ({_IMPORT_ERROR}); reinstall where a C++ compiler is at hand"
+        reason = f"is not compiled ({_IMPORT_ERROR}): reinstall where a C++ compiler is at hand"
+        logger.warning("attention_residuals uses its PyTorch backend, since its CPU kernel %s", reason)
+        return reason
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     _kernel.share_threads(str(library.resolve()))
     return None
@@ -40,9 +45,9 @@ def why_not_loaded() -> str | None:
 def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     """None where the kernel runs, else the reason."""
     if device.type != "cpu":
-        return f"runs on the CPU only, got {device.type} tensors"
+        return f"takes CPU tensors, got them on {device.type}"
     if dtype not in _DTYPES:
-        return f"computes in float32, so {dtype} sources are left to 'lean'"
+        return f"computes in float32, but the sources are {dtype}"
     return why_not_loaded()
 
 
@@ -118,7 +123,11 @@ def _second_order(
     pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=False) if grad is not None]
     wanted = [tensor for tensor, need in zip(inputs, needs, strict=True) if need]
     made = torch.autograd.grad(
-        [output for output, _ in pairs], wanted, [grad for _, grad in pairs], create_graph=True, allow_unused=True
+        [output for output, _ in pairs],
+        wanted,
+        [grad for _, grad in pairs],
+        create_graph=True,
+        allow_unused=True,
     )
     remaining = iter(made)
     return tuple(next(remaining) if need else None for need in needs)
