@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 import attention_residuals as ar
+from attention_residuals.cli.demo import demo_settings
 from attention_residuals.training.presets import PRESETS
 from benchmarks.timing import alternate, median_ratio, medians, save
 
+DEMO = demo_settings(Path("unused"), max_steps=4, threads=None)
 MODES: dict[str, dict[str, Any]] = {
-    "block": {"mode": "block", "num_blocks": 8},
+    "block": {"mode": "block", "num_blocks": DEMO.num_blocks},
+    "block of 8": {"mode": "block", "num_blocks": 8},
     "full": {"mode": "full"},
 }
 
 
 def build() -> dict[str, torch.nn.Module]:
     """The plain model, and ours with the same weights in each mode."""
-    preset = PRESETS["tiny"]
-    fields = {**preset.fields, "vocab_size": 4096}
+    fields = {**PRESETS["tiny"].fields, "vocab_size": DEMO.vocab_size}
     torch.manual_seed(0)
     plain = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**fields))
     models: dict[str, torch.nn.Module] = {"plain": plain}
@@ -73,9 +76,8 @@ def evaluation(model: torch.nn.Module, ids: torch.Tensor) -> Callable[[], None]:
 
 def main(threads: int = 1, runs: int = 21) -> None:
     torch.set_num_threads(threads)
-    preset = PRESETS["tiny"]
     models = build()
-    ids = torch.randint(0, 4096, (preset.batch_size, preset.context))
+    ids = torch.randint(0, DEMO.vocab_size, (DEMO.batch_size, DEMO.context))
     check_parity(models, ids)
     figures: dict[str, Any] = {"batch": list(ids.shape)}
     for what, make in (("training_step", training_step), ("evaluation", evaluation)):

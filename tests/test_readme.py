@@ -63,13 +63,14 @@ def test_the_make_targets_exist():
 
 
 def test_the_tree_names_what_exists():
-    tree = blocks("")[0]
-    folders = {"src/attention_residuals": tree.split("tests/")[0], "": "tests/" + tree.split("tests/", 1)[1]}
-    for line in folders["src/attention_residuals"].splitlines()[1:]:
-        if match := re.match(r"  (\S+)\s{2,}", line):
-            assert (ROOT / "src/attention_residuals" / match[1]).exists(), match[1]
-        elif match := re.match(r"    (\S+)\s{2,}", line):
-            assert (ROOT / "src/attention_residuals/depth_attention" / match[1]).exists(), match[1]
-    for line in folders[""].splitlines():
-        if match := re.match(r"(\S+)\s{2,}", line):
-            assert (ROOT / match[1]).exists(), match[1]
+    tree = README.split("## Where things are")[1].split("```")[1]
+    folders = {
+        0: ROOT,
+        2: ROOT / "src/attention_residuals",
+        4: ROOT / "src/attention_residuals/depth_attention",
+    }
+    named = re.findall(r"^( *)(\S+)  +\S", tree, re.MULTILINE)
+    assert len(named) > 15
+    for indent, name in named:
+        if len(indent) in folders:
+            assert (folders[len(indent)] / name).exists(), name

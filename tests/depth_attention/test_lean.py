@@ -88,9 +88,9 @@ def test_error_is_at_most_twice_that_of_plain_pytorch(n, width, tokens, draws, n
 
 
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("width, tokens", [(127, 2103), (8, 20000)])
+@pytest.mark.parametrize("width, tokens", [(127, 2103), (32, 16000)])
 def test_error_over_many_tokens_is_at_most_twice_that_of_plain_pytorch(width, tokens, norm):
-    """In the chunks that real sizes have; the vectors' gradients are sums over 8412 and 80000 rows."""
+    """In the chunks that real sizes have; the vectors' gradients are sums over 8412 and 64000 rows."""
     ratios = error_ratio(lambda: make_case(4, width, tokens=(tokens,), norm=norm), 4)
     assert max(ratios.values()) <= 2, ratios
 
@@ -287,6 +287,27 @@ def test_autocast_changes_nothing(backend, autocast, path):
         assert torch.equal(inside[name], want), name
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_no_product_is_made_under_autocast(dtype, path, monkeypatch):
+    """On CPU autocast leaves these products alone, on CUDA it would round them: so it must be off."""
+    seen = []
+
+    def watched(function):
+        def call(*args):
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return function(*args)
+
+        return call
+
+    for name in ("read", "gradients"):
+        monkeypatch.setattr(lean, name, watched(getattr(lean, name)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        run(make_case(3, 7, dtype=dtype), "lean")
+        assert torch.is_autocast_enabled("cpu")
+    assert len(seen) >= 2
+    assert not any(seen)
+
+
 # --- extremes ---
 
 
@@ -308,6 +329,16 @@ def test_float16_up_to_its_largest_values(path):
     assert_within_contract(case)
 
 
+@pytest.mark.parametrize("value", [3e38, float("inf"), float("nan")])
+def test_one_source_is_returned_whatever_its_score(value, path):
+    """The score of such a token overflows; its weight is one all the same."""
+    source = torch.ones(3, 4)
+    source[1, 2] = value
+    output, weights = depth_attention([source], torch.ones(4), return_weights=True, backend="lean")
+    assert torch.equal(output.nan_to_num(nan=7.0), source.nan_to_num(nan=7.0))
+    assert (weights == 1).all()
+
+
 @pytest.mark.parametrize("where", ["source", "gradient"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_bad_token_stays_alone(where, bad, path):
@@ -324,89 +355,6 @@ def test_a_bad_token_stays_alone(where, bad, path):
         now = spoiled[name].movedim(0, 1) if name == "weights" else spoiled[name]
         assert torch.equal(now[others], tokens_first[others]), name
     assert spoiled["d source 0"][2].isnan().any()
-
-
-# --- derivatives of derivatives ---
-
-
-def small(norm, n=3):
-    case = make_case(n, 4, tokens=(2,), norm=norm).to(torch.float64)
-    return [x.requires_grad_() for x in (case.query, case.key_weight, *case.sources)] + (
-        [case.norm_weight.requires_grad_()] if norm else []
-    )
-
-
-def call(norm, read_scale="sum"):
-    def function(query, key_weight, *rest):
-        sources, norm_weight = (rest[:-1], rest[-1]) if norm else (rest, None)
-        return depth_attention(
-            sources,
-            query,
-            key_weight,
-            eps=0.1,
-            scale=0.7,
-            norm_weight=norm_weight,
-            norm_eps=0.2,
-            read_scale=read_scale,
-            return_weights=True,
-            backend="lean",
-        )
-
-    return function
-
-
-@pytest.mark.parametrize("norm", [False, True])
-def test_gradcheck(norm, path):
-    assert torch.autograd.gradcheck(call(norm), small(norm))
-
-
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("n", [1, 3])
-def test_gradgradcheck(norm, n):
-    assert torch.autograd.gradgradcheck(call(norm), small(norm, n))
-
-
-def test_second_derivative_at_a_zero_token():
-    """mean(v^2) is smooth at zero, where a norm isn't."""
-    inputs = small(False)
-    with torch.no_grad():
-        inputs[2].zero_()
-    assert torch.autograd.gradgradcheck(call(False), inputs)
-
-
-@pytest.mark.parametrize("norm", [False, True])
-def test_create_graph_when_sources_depend_on_each_other(norm):
-    """A partial sum comes from the embedding, whose gradient leaves out the paths through the others."""
-    case = make_case(1, 6, norm=norm).to(torch.float64)
-    results = []
-    for backend, create_graph in itertools.product(("reference", "lean"), (False, True)):
-        embedding = case.sources[0].clone().requires_grad_()
-        query = case.query.clone().requires_grad_()
-        first = embedding.sin() * query
-        output = depth_attention(
-            [embedding, first, embedding, first.exp()],
-            query,
-            query * 2,
-            norm_weight=query + 1 if norm else None,
-            backend=backend,
-        )
-        found = torch.autograd.grad(output.square().sum(), (embedding, query), create_graph=create_graph)
-        results.append(torch.cat([x.detach().flatten() for x in found]))
-    for result in results[1:]:
-        torch.testing.assert_close(result, results[0], rtol=1e-10, atol=1e-12)
-
-
-def test_gradient_penalty():
-    """A loss made of first derivatives, through both backends."""
-    results = []
-    case = make_case(3, 6, norm=True).to(torch.float64)
-    for backend in ("reference", "lean"):
-        leaves = [x.clone().requires_grad_() for x in (*case.sources, case.query, case.norm_weight)]
-        output = depth_attention(leaves[:3], leaves[3], norm_weight=leaves[4], backend=backend)
-        found = torch.autograd.grad(output.square().sum(), leaves, create_graph=True)
-        sum(x.square().sum() for x in found).backward()
-        results.append([leaf.grad for leaf in leaves])
-    torch.testing.assert_close(*results)
 
 
 def test_case_is_made_of_different_weights():

@@ -174,3 +174,17 @@ def test_permuted_sources_permute_the_weights(backend):
     torch.testing.assert_close(permuted, weights[order])
     torch.testing.assert_close(again, output)
     torch.testing.assert_close(weights.sum(0), torch.ones(4).double())
+
+
+def test_mean_is_sum_with_an_eps_that_grows_with_the_square_of_the_count(backend):
+    """Why conversion uses "sum": docs/math.md."""
+    sources, zero, ones = (
+        torch.randn(7, 5, 16).double() / 100,
+        torch.zeros(16).double(),
+        torch.ones(16).double(),
+    )
+    mean = depth_attention(sources, zero, norm_weight=ones, norm_eps=1e-6, backend=backend)
+    total = depth_attention(
+        sources, zero, norm_weight=ones, norm_eps=49e-6, read_scale="sum", backend=backend
+    )
+    torch.testing.assert_close(mean, total, rtol=1e-12, atol=1e-12)

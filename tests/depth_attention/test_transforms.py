@@ -20,18 +20,21 @@ def read_with_weights(width=8, **kwargs):
     return read
 
 
-BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+COMPILERS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("compiler", BACKENDS)
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("backend", ["lean", "auto"])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_call_equals_eager(compiler, norm, dtype):
+def test_compiled_call_equals_eager(compiler, backend, norm, dtype):
     case = make_case(4, 24, dtype=dtype, vector_dtype=torch.float32, norm=norm)
 
     @torch.compile(backend=compiler, fullgraph=True)
     def function(sources, query, key_weight, norm_weight):
-        return depth_attention(sources, query, key_weight, norm_weight=norm_weight, return_weights=True)
+        return depth_attention(
+            sources, query, key_weight, norm_weight=norm_weight, return_weights=True, backend=backend
+        )
 
     inputs = [x for x in (*case.sources, case.query, case.key_weight, case.norm_weight) if x is not None]
     leaves = [x.requires_grad_() for x in inputs]
@@ -45,9 +48,10 @@ def test_compiled_call_equals_eager(compiler, norm, dtype):
         torch.testing.assert_close(got, want, **tolerance)
 
 
-@pytest.mark.parametrize("compiler", BACKENDS)
-def test_compiled_module_without_gradients_and_in_autocast(compiler):
-    read = read_with_weights()
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("backend", ["lean", "auto"])
+def test_compiled_module_without_gradients_and_in_autocast(compiler, backend):
+    read = read_with_weights(backend=backend)
     compiled = torch.compile(read, backend=compiler, fullgraph=True)
     sources = [torch.randn(2, 3, 8) for _ in range(3)]
     with torch.no_grad():
@@ -63,6 +67,24 @@ def test_compiled_read_with_as_many_sources_as_it_is_given():
     for n in (1, 2, 5):
         sources = [torch.randn(2, 3, 8) for _ in range(n)]
         torch.testing.assert_close(compiled(sources), read(sources))
+
+
+def test_compiled_graph_does_not_grow_with_tokens(monkeypatch):
+    """The chunks are for eager mode; a compiler gets one expression and tiles it itself."""
+    monkeypatch.setattr(lean, "STACK_ELEMENTS", -1)
+    monkeypatch.setattr(lean, "CHUNK_ELEMENTS", 80)
+    sizes = []
+
+    def count(graph, inputs):
+        sizes.append(len(graph.graph.nodes))
+        return graph
+
+    read = read_with_weights(backend="lean")
+    for tokens in (10, 200):
+        torch.compiler.reset()
+        with torch.no_grad():
+            torch.compile(read, backend=count, fullgraph=True)([torch.randn(tokens, 8) for _ in range(3)])
+    assert sizes[0] == sizes[1]
 
 
 def test_functional_call():

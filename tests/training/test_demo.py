@@ -10,7 +10,6 @@ from attention_residuals.cli.demo import (
     FEWEST_STEPS,
     STEPS,
     affordable_steps,
-    demo_settings,
     fastest_threads,
 )
 from attention_residuals.cli.main import main
@@ -53,8 +52,7 @@ def test_a_slow_machine_takes_fewer_steps() -> None:
     assert affordable_steps(60.0) == FEWEST_STEPS
 
 
-def test_threads_that_were_asked_for_are_kept(tmp_path: Path) -> None:
+def test_threads_are_tried_and_put_back() -> None:
     before = torch.get_num_threads()
-    threads, seconds = fastest_threads(demo_settings(tmp_path, 1, threads=1))
-    assert threads == 1 and seconds > 0
+    assert 1 <= fastest_threads() <= before
     assert torch.get_num_threads() == before

@@ -23,6 +23,7 @@ VOCABULARY = 2048
 ROWS, CONTEXT = 8, 128  # Gated DeltaNet works in chunks of 64 tokens
 PROMPT = "The people of the United States"
 SAMPLE_TOKENS = 80
+PROBE_SECONDS = 0.3  # for each number of threads that is tried
 
 
 def demo(
@@ -51,9 +52,10 @@ def demo(
     if folder.run_file.is_file() and folder.read_run().get("command") != COMMAND:
         raise UserError(f"--output-dir {output_dir} holds a run that is no demo; give another folder")
     settings = demo_settings(output_dir, max_steps or STEPS, threads)
-    on_cpu = not torch.accelerator.is_available()
-    if on_cpu and (max_steps is None or threads is None):
-        threads, seconds = fastest_threads(settings)
+    if not torch.accelerator.is_available():
+        threads = threads or fastest_threads()
+        torch.set_num_threads(threads)
+        seconds = seconds_per_step(settings)
         steps = max_steps or affordable_steps(seconds)
         settings = demo_settings(output_dir, steps, threads)
         print(f"a step takes {seconds:.2f} s with {threads} thread{'s' if threads > 1 else ''}")
@@ -95,12 +97,30 @@ def demo_settings(output_dir: Path, max_steps: int, threads: int | None) -> Trai
     )
 
 
-def fastest_threads(settings: TrainSettings) -> tuple[int, float]:
-    """The number of CPU threads that trains the demo's model fastest, and seconds per step with it.
+def fastest_threads() -> int:
+    """The number of CPU threads, up to PyTorch's choice, that runs operations of the demo's size fastest.
 
-    Measured, because a small model on many cores, or on cores that are busy, is slower with more threads.
-    `settings.threads`, where given, is the only candidate.
+    Measured, because a small model on many cores, or on cores that others use, is slower with more threads.
     """
+    import torch
+
+    most = torch.get_num_threads()
+    tokens, weight = torch.randn(ROWS * CONTEXT, 128), torch.randn(128, 512)
+    rates = []
+    for threads in sorted({1 << power for power in range(most.bit_length())} | {most}):
+        torch.set_num_threads(threads)
+        torch.nn.functional.silu(tokens @ weight)
+        calls, start = 0, time.perf_counter()
+        while (passed := time.perf_counter() - start) < PROBE_SECONDS:
+            torch.nn.functional.silu(tokens @ weight)
+            calls += 1
+        rates.append((calls / passed, threads))
+    torch.set_num_threads(most)
+    return max(rates)[1]
+
+
+def seconds_per_step(settings: TrainSettings) -> float:
+    """Time of a forward and backward pass of the demo's model: the better of two, after one to warm up."""
     import torch
 
     from attention_residuals.models.auto import Qwen3_5AttnResConfig, Qwen3_5AttnResForCausalLM
@@ -109,21 +129,12 @@ def fastest_threads(settings: TrainSettings) -> tuple[int, float]:
     fields = {**PRESETS["tiny"].fields, "vocab_size": VOCABULARY, "attn_res": settings.attn_res_fields()}
     model = Qwen3_5AttnResForCausalLM(Qwen3_5AttnResConfig(**fields))
     ids = torch.arange(ROWS * CONTEXT).reshape(ROWS, CONTEXT) % VOCABULARY
-    most = torch.get_num_threads()
-    powers = [1 << power for power in range(most.bit_length())]
-    candidates = [settings.threads] if settings.threads else sorted({*powers, most})
-    timed = []
-    for threads in candidates:
-        torch.set_num_threads(threads)
-        durations = []
-        for _ in range(3):
-            start = time.perf_counter()
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-            durations.append(time.perf_counter() - start)
-        timed.append((min(durations[1:]), threads))  # the first one warms up
-    torch.set_num_threads(most)
-    seconds, threads = min(timed)
-    return threads, seconds
+    durations = []
+    for _ in range(3):
+        start = time.perf_counter()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        durations.append(time.perf_counter() - start)
+    return min(durations[1:])
 
 
 def affordable_steps(seconds: float) -> int:

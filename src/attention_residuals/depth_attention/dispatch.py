@@ -8,13 +8,14 @@ from typing import Literal, overload
 import torch
 from torch import Tensor, nn
 
-from attention_residuals.depth_attention import cpu
+from attention_residuals.depth_attention.cpu.binding import depth_attention_cpu, why_not
+from attention_residuals.depth_attention.cpu.compiled import depth_attention_cpu_compiled
 from attention_residuals.depth_attention.lean import depth_attention_lean
 from attention_residuals.depth_attention.reference import depth_attention_reference
 
 # In order of preference for backend="auto".
 BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    "cpu": cpu.depth_attention_cpu,
+    "cpu": depth_attention_cpu,
     "lean": depth_attention_lean,
     "reference": depth_attention_reference,
 }
@@ -30,7 +31,7 @@ def available_backends(
     """
     device = torch.device(device)  # raises RuntimeError for a device that does not exist
     reason = None if dtype in FLOAT_DTYPES else f"sources must be floating point, got {dtype}"
-    return {"cpu": reason or cpu.why_not(device, dtype), "lean": reason, "reference": reason}
+    return {"cpu": reason or why_not(device, dtype), "lean": reason, "reference": reason}
 
 
 @overload
@@ -103,10 +104,10 @@ def depth_attention(
         ValueError: no sources; shapes, devices or widths that differ; an unknown or unavailable backend.
         TypeError: something that is not a floating-point tensor; sources of different dtypes.
     """
-    listed = _check_sources(sources)
+    listed = check_sources(sources)
     for name, vector in (("query", query), ("key_weight", key_weight), ("norm_weight", norm_weight)):
         if vector is not None:
-            _check_vector(name, vector, listed[0])
+            check_vector(name, vector, listed[0])
     if query is None:
         raise TypeError("query must be a tensor [D], got None")
     if read_scale not in ("mean", "sum"):
@@ -121,20 +122,24 @@ def depth_attention(
 
 def _choose(backend: str, first: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
     if backend == "auto":
-        return BACKENDS["lean" if _why_not_cpu(first) else "cpu"]
-    if backend not in BACKENDS:
+        backend = "lean" if _why_not_cpu(first) else "cpu"
+    elif backend not in BACKENDS:
         raise ValueError(f"backend must be 'auto' or one of {', '.join(BACKENDS)}, got {backend!r}")
-    if backend == "cpu" and (reason := _why_not_cpu(first)):
+    elif backend == "cpu" and (reason := _why_not_cpu(first)):
         raise ValueError(f"backend='cpu' can't run here: it {reason}; use backend='auto' or 'lean'")
+    if backend == "cpu" and torch.compiler.is_compiling():
+        return depth_attention_cpu_compiled
     return BACKENDS[backend]
 
 
 def _why_not_cpu(first: Tensor) -> str | None:
     """Why the compiled kernel can't take this call: it reads memory, so it needs plain tensors."""
-    if reason := cpu.why_not(first.device, first.dtype):
+    if reason := why_not(first.device, first.dtype):
         return reason
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-        return "isn't seen by a tracing compiler"
+    if torch.compiler.is_compiling():  # the compiler sees a custom op
+        return None
+    if torch._C._get_tracing_state() is not None:
+        return "isn't seen by torch.jit.trace"
     if type(first) is not Tensor and type(first) is not nn.Parameter:
         return f"takes plain tensors, got {type(first).__name__}"
     if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -142,7 +147,7 @@ def _why_not_cpu(first: Tensor) -> str | None:
     return None
 
 
-def _check_sources(sources: Sequence[Tensor] | Tensor) -> tuple[Tensor, ...]:
+def check_sources(sources: Sequence[Tensor] | Tensor) -> tuple[Tensor, ...]:
     if isinstance(sources, Tensor):
         if sources.dim() < 2:
             raise ValueError(
@@ -157,6 +162,29 @@ def _check_sources(sources: Sequence[Tensor] | Tensor) -> tuple[Tensor, ...]:
         )
     if not listed:
         raise ValueError("sources must hold at least one tensor, got none; the embedding is the first source")
+    first = listed[0]
+    if not _alike(listed):
+        _refuse_the_odd_one(listed)
+    if first.dim() < 1 or first.shape[-1] < 1:
+        raise ValueError(f"sources must have a last axis of width D >= 1, got shape {tuple(first.shape)}")
+    if first.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"sources must be float16, bfloat16, float32 or float64, got {first.dtype}")
+    return listed
+
+
+def _alike(listed: tuple[Tensor, ...]) -> bool:
+    """Whether all are tensors of one shape, dtype and device; quick, since it runs at every read."""
+    try:
+        shape, dtype, on_cpu = listed[0].shape, listed[0].dtype, listed[0].is_cpu
+        for source in listed:
+            if source.shape != shape or source.dtype is not dtype or source.is_cpu is not on_cpu:
+                return False
+    except AttributeError:
+        return False
+    return on_cpu or len({source.device for source in listed}) == 1
+
+
+def _refuse_the_odd_one(listed: tuple[Tensor, ...]) -> None:
     first = listed[0]
     for i, source in enumerate(listed):
         if not isinstance(source, Tensor):
@@ -176,14 +204,9 @@ def _check_sources(sources: Sequence[Tensor] | Tensor) -> tuple[Tensor, ...]:
                 f"sources must be on one device; sources[0] is on {first.device} and sources[{i}] on "
                 f"{source.device}; move one of them"
             )
-    if first.dim() < 1 or first.shape[-1] < 1:
-        raise ValueError(f"sources must have a last axis of width D >= 1, got shape {tuple(first.shape)}")
-    if first.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"sources must be float16, bfloat16, float32 or float64, got {first.dtype}")
-    return listed
 
 
-def _check_vector(name: str, vector: Tensor, first: Tensor) -> None:
+def check_vector(name: str, vector: Tensor, first: Tensor) -> None:
     if not isinstance(vector, Tensor):
         raise TypeError(f"{name} must be a tensor [D], got {type(vector).__name__}")
     if vector.shape != first.shape[-1:]:

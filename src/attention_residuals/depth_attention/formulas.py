@@ -31,7 +31,7 @@ from torch import Tensor
 # The most terms that one BLAS call adds up: in a dot product over the width, and in a sum over tokens. BLAS
 # adds in sequence, so that its error grows with the number of terms; in pieces it stays near torch.sum's.
 DOT_TERMS = 1024
-SUM_TERMS = 256
+SUM_TERMS = 128
 
 Rows = Tensor | list[Tensor]
 
@@ -56,15 +56,15 @@ class Scalars(NamedTuple):
 
 def read(settings: Settings, rows: Rows, u: Tensor, n: Tensor | None) -> tuple[Tensor, Scalars]:
     """h, or y where n is given, and the scalars that the derivative needs."""
-    r = (_mean_squares(rows) + settings.eps).rsqrt()
-    t = _dots(rows, u)
+    r = (mean_squares(rows) + settings.eps).rsqrt()
+    t = dots(rows, u)
     score = settings.scale * r * t
     # One source has weight one whatever its score is, infinite or NaN too.
     e = torch.ones_like(r) if len(rows) == 1 else (score - score.amax(0).detach()).exp()
     total = e.sum(0)
     # In this order, with equal scores and gain N, every factor is N / N, exactly 1. (A number divided by a
     # tensor is the number times its reciprocal in PyTorch, and 41 * (1 / 41) isn't 1 in float32.)
-    h = _mix(rows, e * settings.gain / total)
+    h = mix(rows, e * settings.gain / total)
     q = h.new_empty(0)
     if n is not None:
         q = (h.square().mean(-1) + settings.norm_eps).rsqrt()
@@ -86,16 +86,16 @@ def gradients(
     a = settings.gain * alpha
     dh, dn = dy, None
     if n is not None:
-        h_hat = _mix(rows, a) * q.unsqueeze(-1)
+        h_hat = mix(rows, a) * q.unsqueeze(-1)
         dn = (dy * h_hat).sum(0)
         dy_n = dy * n
         dh = (dy_n - h_hat * (dy_n * h_hat).mean(-1, keepdim=True)) * q.unsqueeze(-1)
-    p = settings.gain * _inner(rows, dh)
+    p = settings.gain * inner(rows, dh)
     p = p if d_alpha is None else p + d_alpha
     ds = alpha * (p - (alpha * p).sum(0))
     b = settings.scale * ds * r
     c = b * r.square() * t / -u.shape[0]
-    return (dh, a, b, c), _weighted_sum(rows, b), dn
+    return (dh, a, b, c), weighted_sum(rows, b), dn
 
 
 def source_gradients(
@@ -111,7 +111,7 @@ def source_gradients(
         yield (a[i] * dh).addcmul_(b[i], u).addcmul_(c[i], row)
 
 
-def _mean_squares(rows: Rows) -> Tensor:
+def mean_squares(rows: Rows) -> Tensor:
     """mean(v_i^2) [N, c]."""
     if isinstance(rows, Tensor):
         return rows.square().mean(-1)
@@ -119,7 +119,7 @@ def _mean_squares(rows: Rows) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(row, dim=-1) for row in rows]).square() / width
 
 
-def _dots(rows: Rows, vector: Tensor) -> Tensor:
+def dots(rows: Rows, vector: Tensor) -> Tensor:
     """<v_i, vector> [N, c]: an expression that a compiler can fuse, or without one BLAS, which is faster."""
     if isinstance(rows, Tensor):
         return (rows * vector).sum(-1)
@@ -135,7 +135,7 @@ def _dot(row: Tensor, vector: Tensor) -> Tensor:
     return torch.stack([torch.mv(*piece) for piece in pieces]).sum(0)
 
 
-def _mix(rows: Rows, weights: Tensor) -> Tensor:
+def mix(rows: Rows, weights: Tensor) -> Tensor:
     """sum_i weights_i v_i [c, D]."""
     weights = weights.unsqueeze(-1)
     if isinstance(rows, Tensor):
@@ -146,14 +146,14 @@ def _mix(rows: Rows, weights: Tensor) -> Tensor:
     return h
 
 
-def _inner(rows: Rows, dh: Tensor) -> Tensor:
+def inner(rows: Rows, dh: Tensor) -> Tensor:
     """<dh, v_i> [N, c], token by token."""
     if isinstance(rows, Tensor):
         return (rows * dh).sum(-1)
     return torch.stack([(row * dh).sum(-1) for row in rows])
 
 
-def _weighted_sum(rows: Rows, weights: Tensor) -> Tensor:
+def weighted_sum(rows: Rows, weights: Tensor) -> Tensor:
     """sum over tokens and sources of weights_i v_i [D]."""
     if isinstance(rows, Tensor):
         return (weights.unsqueeze(-1) * rows).sum((0, 1))

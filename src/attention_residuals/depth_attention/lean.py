@@ -92,7 +92,7 @@ class _DepthAttention(torch.autograd.Function):
         if grads[0] is None and grads[1] is None:
             return (None,) * (7 + len(sources))
         settings = Settings(*ctx.settings)
-        if _recorded():  # to autograd the saved scalars are constants; these know where they come from
+        if recorded():  # to autograd the saved scalars are constants; these know where they come from
             _, scalars = _forward(settings, vectors, sources)
         found = _backward(settings, vectors, sources, scalars, grads[0], grads[1])
         return (None, None, None, None, *found)
@@ -105,13 +105,13 @@ def _forward(settings: Settings, vectors: _Vectors, sources: Sequence[Tensor]) -
     parts: list[Scalars] = []
 
     def pieces() -> Iterator[tuple[slice, Iterable[Tensor]]]:
-        for chunk, rows in _chunks(sources, dtype):
+        for chunk, rows in chunks(sources, dtype):
             h, scalars = read(settings, rows, u, n)
             parts.append(scalars)
             yield chunk, [h.to(first.dtype)]
 
-    with _no_autocast(first.device):
-        (h,) = _joined(pieces(), first)
+    with no_autocast(first.device):
+        (h,) = joined(pieces(), first)
     if len(parts) == 1:
         return h, parts[0]
     return h, Scalars(*(torch.cat(part, -1) for part in zip(*parts, strict=True)))
@@ -132,15 +132,15 @@ def _backward(
     parts: list[tuple[Tensor, Tensor | None]] = []
 
     def pieces() -> Iterator[tuple[slice, Iterable[Tensor]]]:
-        for chunk, rows in _chunks(sources, dtype):
+        for chunk, rows in chunks(sources, dtype):
             here = Scalars(*(x[..., chunk] for x in scalars))
             dp = None if d_alpha is None else d_alpha[:, chunk]
             factors, du, dn = gradients(settings, rows, u, n, here, dy[chunk].to(dtype), dp)
             parts.append((du, dn))
             yield chunk, (d.to(first.dtype) for d in source_gradients(rows, u, factors))
 
-    with _no_autocast(first.device):
-        d_sources = _joined(pieces(), first)
+    with no_autocast(first.device):
+        d_sources = joined(pieces(), first)
     du = torch.stack([du for du, _ in parts]).sum(0)
     dn = None if n is None else torch.stack([dn for _, dn in parts if dn is not None]).sum(0)
     return (
@@ -151,7 +151,7 @@ def _backward(
     )
 
 
-def _chunks(sources: Sequence[Tensor], dtype: torch.dtype) -> Iterator[tuple[slice, Rows]]:
+def chunks(sources: Sequence[Tensor], dtype: torch.dtype) -> Iterator[tuple[slice, Rows]]:
     """Ranges of tokens and their rows in the compute dtype; one range where autograd or a compiler looks."""
     first = sources[0]
     elements, width = first.numel(), first.shape[-1]
@@ -169,7 +169,7 @@ def _chunks(sources: Sequence[Tensor], dtype: torch.dtype) -> Iterator[tuple[sli
             yield chunk, [rows[chunk].to(dtype) for rows in flat]
 
 
-def _joined(pieces: Iterable[tuple[slice, Iterable[Tensor]]], first: Tensor) -> list[Tensor]:
+def joined(pieces: Iterable[tuple[slice, Iterable[Tensor]]], first: Tensor) -> list[Tensor]:
     """The pieces [c, D] of every result put together again [tokens, D].
 
     A single range is handed on without a buffer, since writing into one can't be recorded by autograd.
@@ -187,12 +187,12 @@ def _joined(pieces: Iterable[tuple[slice, Iterable[Tensor]]], first: Tensor) -> 
     return joined
 
 
-def _recorded() -> bool:
+def recorded() -> bool:
     """Whether autograd records the formulas: inside a backward with create_graph=True."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Keeps the products in float32 where the caller is inside torch.autocast."""
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)

@@ -161,7 +161,8 @@ def _announce(
             context=data.train.context,
             gradient_checkpointing=settings.gradient_checkpointing,
         ),
-        schedule=f"{schedule.max_steps:,} steps of {rows} rows ({rows * data.train.context:,} tokens), "
+        schedule=f"{schedule.max_steps:,} x {rows * data.train.context:,} tokens (steps of {rows} x "
+        f"{data.train.context}), "
         f"{settings.schedule}, peak learning rate {schedule.learning_rate:g}",
     )
     for note in data.notes:

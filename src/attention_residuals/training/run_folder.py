@@ -142,6 +142,7 @@ class RunFolder:
         with self._beside() as beside:
             save(beside)
             for file in sorted(beside.iterdir()):
+                file.chmod(0o644)
                 file.replace(self.path / file.name)
 
     @contextmanager

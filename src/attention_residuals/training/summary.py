@@ -111,7 +111,7 @@ def print_summary(
         f"{facts['embedding_parameters']:,} and reads {facts['read_parameters']:,}",
     )
     table.add_row("depth plan", describe_plan(depth_plan_of(config)))
-    validation = f"{len(data.validation)} rows" if data.validation else "none"
+    validation = f"{len(data.validation):,}" if data.validation else "none"
     table.add_row(
         "data",
         f"{data.num_documents:,} document{'s' if data.num_documents != 1 else ''}, {data.num_tokens:,} "

@@ -1,0 +1,219 @@
+"""Binding of the compiled CPU kernel: tensors in, pointers to `_kernel`, tensors out.
+
+The kernel takes a list of sources without stacking them, reads each from memory once in either direction, and
+keeps r, t, q and alpha (2N + 1 and N numbers a token) beside the sources themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention_residuals.depth_attention.lean import depth_attention_lean
+
+logger = logging.getLogger(__name__)
+
+try:
+    from attention_residuals.depth_attention.cpu import _kernel  # type: ignore[attr-defined]
+
+    _IMPORT_ERROR = None
+except ImportError as error:  # not compiled at installation, or for another machine
+    _kernel = None
+    _IMPORT_ERROR = str(error)
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def _load() -> str | None:
+    """None where the kernel is loaded, else the reason, logged once. Runs it on PyTorch's threads."""
+    if _kernel is None:
+        reason = f"is not compiled ({_IMPORT_ERROR}): reinstall where a C++ compiler is at hand"
+        logger.warning("attention_residuals uses its PyTorch backend, since its CPU kernel %s", reason)
+        return reason
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    _kernel.share_threads(str(library.resolve()))
+    return None
+
+
+# At import rather than at the first call, which may be inside torch.compile.
+_NOT_LOADED = _load()
+
+
+def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    """None where the kernel runs, else the reason."""
+    if device.type != "cpu":
+        return f"takes CPU tensors, got them on {device.type}"
+    if dtype not in _DTYPES:
+        return f"computes in float32, but the sources are {dtype}"
+    return _NOT_LOADED
+
+
+def depth_attention_cpu(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None,
+    norm_weight: Tensor | None,
+    *,
+    eps: float,
+    scale: float,
+    norm_eps: float,
+    gain: float,
+) -> tuple[Tensor, Tensor]:
+    """Same arguments and results as `depth_attention_reference`, for CPU tensors of 16 or 32 bits."""
+    settings = (eps, scale, norm_eps, gain)
+    if torch.is_grad_enabled() and _any_requires_grad(query, key_weight, norm_weight, sources):
+        h, alpha, _ = _DepthAttention.apply(settings, query, key_weight, norm_weight, *sources)
+    else:
+        h, alpha, _ = run_forward(settings, query, key_weight, norm_weight, sources, save=False)
+    return h, alpha
+
+
+def _any_requires_grad(
+    query: Tensor, key_weight: Tensor | None, norm_weight: Tensor | None, sources: Sequence[Tensor]
+) -> bool:
+    vectors = (v for v in (query, key_weight, norm_weight) if v is not None)
+    return any(v.requires_grad for v in vectors) or any(s.requires_grad for s in sources)
+
+
+class _DepthAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        settings: tuple[float, ...],
+        query: Tensor,
+        key_weight: Tensor | None,
+        norm_weight: Tensor | None,
+        *sources: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return run_forward(settings, query, key_weight, norm_weight, sources, save=True)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.settings = inputs[0]
+        _, alpha, saved = output
+        ctx.mark_non_differentiable(saved)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(alpha, saved, *inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        alpha, saved, *inputs = ctx.saved_tensors
+        if grads[0] is None and grads[1] is None:
+            return (None,) * (1 + len(inputs))
+        if torch.is_grad_enabled():
+            found = _second_order(ctx.settings, ctx.needs_input_grad[1:], grads, inputs)
+        else:
+            found = run_backward(
+                ctx.settings, ctx.needs_input_grad[1:], grads, alpha, saved, inputs[:3], inputs[3:]
+            )
+        return (None, *found)
+
+
+def _second_order(
+    settings: tuple[float, ...], needs: Sequence[bool], grads: Sequence[Tensor | None], inputs: Sequence[Any]
+) -> tuple[Tensor | None, ...]:
+    """The gradients as a graph of their own, through the backend that is differentiable twice."""
+    eps, scale, norm_eps, gain = settings
+    query, key_weight, norm_weight, *sources = inputs
+    outputs = depth_attention_lean(
+        sources, query, key_weight, norm_weight, eps=eps, scale=scale, norm_eps=norm_eps, gain=gain
+    )
+    pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=False) if grad is not None]
+    wanted = [tensor for tensor, need in zip(inputs, needs, strict=True) if need]
+    made = torch.autograd.grad(
+        [output for output, _ in pairs],
+        wanted,
+        [grad for _, grad in pairs],
+        create_graph=True,
+        allow_unused=True,
+    )
+    remaining = iter(made)
+    return tuple(next(remaining) if need else None for need in needs)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """The tensor as rows [tokens, D] that are contiguous each; a copy only where no view is."""
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+def _listed(sources: Sequence[Tensor]) -> tuple[list[Tensor], list[int], list[int]]:
+    """Sources that stay alive during the call, their addresses, and their row strides in elements."""
+    width = sources[0].shape[-1]
+    if all(source.is_contiguous() for source in sources):
+        return list(sources), [source.data_ptr() for source in sources], [width] * len(sources)
+    rows = [_rows(source) for source in sources]
+    return rows, [row.data_ptr() for row in rows], [row.stride(0) for row in rows]
+
+
+def _float_vector(vector: Tensor | None) -> Tensor | None:
+    return None if vector is None else vector.float().contiguous()
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def run_forward(
+    settings: tuple[float, ...],
+    query: Tensor,
+    key_weight: Tensor | None,
+    norm_weight: Tensor | None,
+    sources: Sequence[Tensor],
+    *,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """h or y [..., D], alpha [N, ...], and r, t, q [2N + 1, tokens] (empty unless `save`)."""
+    first, count = sources[0], len(sources)
+    width = first.shape[-1]
+    tokens = first.numel() // width
+    kept, addresses, strides = _listed(sources)
+    w, g, n = _float_vector(query), _float_vector(key_weight), _float_vector(norm_weight)
+    out = torch.empty_like(first, memory_format=torch.contiguous_format)
+    alpha = torch.empty((count, *first.shape[:-1]))
+    saved = torch.empty((2 * count + 1, tokens) if save else (0,))
+    _kernel.forward(
+        _DTYPES[first.dtype], addresses, strides, tokens, width, _address(w), _address(g), _address(n),
+        out.data_ptr(), alpha.data_ptr(), saved.data_ptr() if save else 0, *settings, torch.get_num_threads(),
+    )  # fmt: skip
+    del kept
+    return out, alpha, saved
+
+
+def run_backward(
+    settings: tuple[float, ...],
+    needs: Sequence[bool],
+    grads: Sequence[Tensor | None],
+    alpha: Tensor,
+    saved: Tensor,
+    vectors: Sequence[Tensor | None],
+    sources: Sequence[Tensor],
+) -> tuple[Tensor | None, ...]:
+    """Gradients of query, key weight, norm weight and every source, each in its own dtype."""
+    first = sources[0]
+    width = first.shape[-1]
+    tokens = first.numel() // width
+    _, addresses, strides = kept = _listed(sources)
+    w, g, n = (_float_vector(vector) for vector in vectors)
+    d_out = None if grads[0] is None else grads[0].to(first.dtype).contiguous()
+    d_alpha = None if grads[1] is None else grads[1].float().contiguous()
+    d_sources = [torch.empty(first.shape, dtype=first.dtype) if need else None for need in needs[3:]]
+    d_vectors = [
+        torch.empty(width) if need and v is not None else None
+        for need, v in zip(needs, vectors, strict=False)
+    ]
+    _kernel.backward(
+        _DTYPES[first.dtype], addresses, strides, tokens, width, _address(w), _address(g), _address(n),
+        _address(d_out), _address(d_alpha), alpha.data_ptr(), saved.data_ptr(),
+        [_address(d) for d in d_sources], *map(_address, d_vectors),
+        settings[1], settings[3], torch.get_num_threads(),
+    )  # fmt: skip
+    del kept
+    typed = (
+        None if d is None or v is None else d.to(v.dtype) for d, v in zip(d_vectors, vectors, strict=True)
+    )
+    return (*typed, *d_sources)
