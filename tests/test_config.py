@@ -14,6 +14,7 @@ def test_defaults_are_eight_blocks_of_the_paper():
         "sublayers_per_block": None,
         "read_scale": "mean",
         "eps": 1e-6,
+        "read_schedule": "auto",
     }
 
 
@@ -34,6 +35,7 @@ def test_sublayers_per_block_replaces_num_blocks():
         {"mode": "full", "read_scale": "sum"},
         {"mode": "block"},
         {"mode": "block", "num_blocks": 3, "eps": 1e-5},
+        {"mode": "full", "read_schedule": "two_phase"},
         {"mode": "block", "sublayers_per_block": 5, "read_scale": "sum"},
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 MODES = ("standard", "full", "block")
 READ_SCALES = ("mean", "sum")
+READ_SCHEDULES = ("auto", "per_read", "two_phase")
 DEFAULT_NUM_BLOCKS = 8
 
 
@@ -30,6 +31,9 @@ class AttnResConfig:
         read_scale: "mean" mixes the sources with weights that sum to one (the paper); "sum" multiplies the
             mixture by the number of sources, so that zero queries give the standard residual stream.
         eps: added to the mean square inside the key norm's root.
+        read_schedule: how a model forward runs its reads, with the same result: "per_read" one by one over
+            all their sources; "two_phase" first several reads in one pass over the sources they share, then
+            each with its own; "auto" the one that was measured to be faster (docs/design.md).
 
     Raises:
         ValueError: a value breaks its rule; the message names rule, value and remedy.
@@ -41,12 +45,17 @@ class AttnResConfig:
     sublayers_per_block: int | None = None
     read_scale: str = "mean"
     eps: float = 1e-6
+    read_schedule: str = "auto"
 
     def __post_init__(self) -> None:
         _require(self.mode in MODES, f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
         _require(
             self.read_scale in READ_SCALES,
             f"read_scale must be 'mean' (the paper) or 'sum' (lossless conversion), got {self.read_scale!r}",
+        )
+        _require(
+            self.read_schedule in READ_SCHEDULES,
+            f"read_schedule must be one of {', '.join(READ_SCHEDULES)}, got {self.read_schedule!r}",
         )
         for name in ("num_blocks", "sublayers_per_block"):
             self._check_count(name)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_residuals.depth_attention import depth_attention
+from attention_residuals.depth_attention.two_phase import SharedRead, merge_own_sources
 
 
 class DepthRead(nn.Module):
@@ -55,6 +56,8 @@ class DepthRead(nn.Module):
         norm_weight: Tensor | None = ...,
         norm_eps: float = ...,
         return_weights: Literal[False] = ...,
+        shared: SharedRead | None = ...,
+        dtype: torch.dtype | None = ...,
     ) -> Tensor: ...
 
     @overload
@@ -65,6 +68,8 @@ class DepthRead(nn.Module):
         norm_eps: float = ...,
         *,
         return_weights: Literal[True],
+        shared: SharedRead | None = ...,
+        dtype: torch.dtype | None = ...,
     ) -> tuple[Tensor, Tensor]: ...
 
     def forward(
@@ -73,11 +78,30 @@ class DepthRead(nn.Module):
         norm_weight: Tensor | None = None,
         norm_eps: float = 1e-6,
         return_weights: bool = False,
+        shared: SharedRead | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Mix N sources [..., D] into [..., D]; with `norm_weight` [D] the result is normalised too.
 
+        With `shared`, what `attend_to_shared` found for this read, `sources` are the read's other sources
+        (there may be none) and `dtype` is that of the sources.
+
         Returns the mixture, or (mixture, depth weights [N, ...]) with `return_weights`.
         """
+        if shared is not None:
+            mixture, weights = merge_own_sources(
+                shared,
+                sources,
+                self.query,
+                self.key_weight,
+                dtype=dtype or sources[0].dtype,
+                eps=self.eps,
+                norm_weight=norm_weight,
+                norm_eps=norm_eps,
+                read_scale=self.read_scale,
+                return_weights=return_weights,
+            )
+            return mixture if weights is None else (mixture, weights)
         return depth_attention(
             sources,
             self.query,

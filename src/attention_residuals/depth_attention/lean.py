@@ -98,6 +98,25 @@ class _DepthAttention(torch.autograd.Function):
         return (None, None, None, None, *found)
 
 
+def gradients_as_a_graph(
+    settings: Settings,
+    vectors: _Vectors,
+    sources: Sequence[Tensor],
+    d_output: Tensor | None,
+    d_alpha: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the vectors and sources that autograd can differentiate again, for a backend that can't.
+
+    The formulas themselves are recorded. Differentiating a forward instead would count a source twice where
+    another source depends on it, as a partial sum depends on the embedding.
+    """
+    _, scalars = _forward(settings, vectors, sources)
+    count, width = len(sources), sources[0].shape[-1]
+    d_output = None if d_output is None else d_output.reshape(-1, width)
+    d_alpha = None if d_alpha is None else d_alpha.reshape(count, -1)
+    return _backward(settings, vectors, sources, scalars, d_output, d_alpha)
+
+
 def _forward(settings: Settings, vectors: _Vectors, sources: Sequence[Tensor]) -> tuple[Tensor, Scalars]:
     """h or y [tokens, D], and alpha, r, t [N, tokens], q [tokens]."""
     first = sources[0]

@@ -64,7 +64,8 @@ def attend(settings: Settings, rows: Rows, u: Tensor) -> tuple[list[Tensor], Ten
     e = (score - highest.unsqueeze(1)).exp()
     total = e.sum(1)
     alpha = e / total.unsqueeze(1)
-    return [mix(rows, weights) for weights in alpha.unbind(0)], highest + total.log(), SharedScalars(alpha, r, t)
+    outputs = [mix(rows, weights) for weights in alpha.unbind(0)]
+    return outputs, highest + total.log(), SharedScalars(alpha, r, t)
 
 
 def attend_gradients(

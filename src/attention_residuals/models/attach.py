@@ -11,23 +11,29 @@ is its output minus that x. The final norm becomes the final read.
 No module is wrapped, so every untouched weight keeps its name. Blocks travel through the layer's call, which
 may be checkpointed, as separate tensor arguments. The only state outside is one immutable stream per model
 forward; it lives in a thread-local, is read before and replaced after each layer, and goes with the forward.
+
+Under the two-phase schedule the first layer of a group of reads runs their phase 1 before its own call. What
+it found waits beside the stream, and enters each layer as further tensors, in place of the shared blocks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from attention_residuals.config import AttnResConfig
+from attention_residuals.depth_attention.two_phase import SharedRead, attend_to_shared
 from attention_residuals.models.families import Family
 from attention_residuals.plan import DepthPlan
 from attention_residuals.read import DepthRead
+from attention_residuals.schedule import SUBLAYERS_PER_LAYER, ReadGroup
 from attention_residuals.stream import ResidualStream
 
 # Per thread: `model_pass`, the model forward under way; `frame`, the layer forward under way.
@@ -50,28 +56,70 @@ class DepthTrace:
 
 
 class _ModelPass:
-    """One model forward: the stream so far, how many layers wrote it, and the trace if one is wanted."""
+    """One model forward: the stream so far, how many layers wrote it, and the trace if one is wanted.
 
-    def __init__(self, record: bool) -> None:
+    With groups of reads, also what phase 1 found for the reads of the open group that are still to come.
+    """
+
+    def __init__(self, record: bool, groups: Sequence[ReadGroup], reads: Sequence[DepthRead | None]) -> None:
         self.stream: ResidualStream | None = None
         self.layers_run = 0
         self.trace = DepthTrace() if record else None
+        self.groups = {group.reads[0]: group for group in groups}
+        self.reads = reads
+        self.num_shared = 0
+        self.shared: tuple[SharedRead, ...] = ()
+
+    def begin_group(self, stream: ResidualStream) -> None:
+        """Phase 1 of the group that begins with the next layer, if one does."""
+        group = self.groups.get(SUBLAYERS_PER_LAYER * self.layers_run)
+        if group is not None and group.two_phase:
+            self.num_shared = group.num_shared
+            self.shared = _phase_1(stream.blocks, [self.reads[read] for read in group.reads])
+
+    def take_shared(self, count: int) -> tuple[SharedRead, ...]:
+        """What phase 1 found for the next reads; empty where they are not in two phases."""
+        taken, self.shared = self.shared[:count], self.shared[count:]
+        return taken
+
+
+def _phase_1(blocks: tuple[Tensor, ...], reads: Sequence[DepthRead | None]) -> tuple[SharedRead, ...]:
+    present = [read for read in reads if read is not None]  # the very first read is in no two-phase group
+    device = blocks[0].device
+    for query in (read.query for read in present):
+        if query.device != device or hasattr(query, "placements"):
+            raise ValueError(
+                "read_schedule='two_phase' needs the queries of several layers at once, as whole tensors on "
+                f"the blocks' device {device}, but one is on {query.device} or sharded; use 'per_read'"
+            )
+    queries, key_weights = [read.query for read in present], [read.key_weight for read in present]
+    return attend_to_shared(blocks, queries, key_weights, eps=present[0].eps)
 
 
 class _Frame:
-    """One layer forward: the blocks its reads see, and what they received and made."""
+    """One layer forward: the blocks its reads see beside the shared ones, and what they received and made."""
 
-    def __init__(self, blocks: tuple[Tensor, ...], record: bool) -> None:
+    def __init__(self, blocks: tuple[Tensor, ...], shared: tuple[Tensor, ...], record: bool) -> None:
         self.blocks, self.record = blocks, record
+        size = len(SharedRead._fields)
+        self.shared = [SharedRead(*shared[i : i + size]) for i in range(0, len(shared), size)]
         self.received: list[Tensor] = []
         self.made: list[Tensor] = []
 
 
 @contextlib.contextmanager
-def model_pass(record: bool) -> Iterator[_ModelPass]:
-    """The scope of one model forward in this thread; nothing of the stream outlives it."""
+def model_pass(
+    record: bool, groups: Sequence[ReadGroup] = (), reads: Sequence[DepthRead | None] = ()
+) -> Iterator[_ModelPass]:
+    """The scope of one model forward in this thread; nothing of the stream outlives it.
+
+    Args:
+        record: whether the reads leave a trace.
+        groups: which reads share a first phase; none under the per-read schedule.
+        reads: the model's reads in order, where there are groups.
+    """
     outer = getattr(_LOCAL, "model_pass", None)
-    _LOCAL.model_pass = current = _ModelPass(record)
+    _LOCAL.model_pass = current = _ModelPass(record, groups, reads)
     try:
         yield current
     finally:
@@ -93,26 +141,37 @@ class AttnResNorm(nn.Module):
             raise RuntimeError(
                 "a norm with a depth read was called outside its decoder layer; call the layer or the model"
             )
+        shared = frame.shared[len(frame.received)] if frame.shared else None
         frame.received.append(x)
         sources = (*frame.blocks, x) if self.sees_partial else frame.blocks
-        return self.mix_and_norm(sources, frame.made if frame.record else None)
+        return self.mix_and_norm(sources, frame.made if frame.record else None, shared, x.dtype)
 
-    def mix_and_norm(self, sources: tuple[Tensor, ...], made: list[Tensor] | None) -> Tensor:
-        """Read N sources [B, T, D], then norm; with `made`, depth weights and mixture are appended to it."""
+    def mix_and_norm(
+        self,
+        sources: tuple[Tensor, ...],
+        made: list[Tensor] | None,
+        shared: SharedRead | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Read N sources [B, T, D], then norm; with `made`, depth weights and mixture are appended to it.
+
+        With `shared`, what phase 1 found for this read, `sources` are the others.
+        """
         norm = super().forward
+        two_phase: dict[str, Any] = {} if shared is None else {"shared": shared, "dtype": dtype}
         if self.read is None:
             (mixture,) = sources  # the embedding alone: returned unchanged
             if made is not None:
                 made += [torch.ones(1, *mixture.shape[:-1], device=mixture.device), mixture]
             return norm(mixture)
         if made is not None:
-            mixture, weights = self.read(sources, return_weights=True)
+            mixture, weights = self.read(sources, return_weights=True, **two_phase)
             made += [weights, mixture]
             return norm(mixture)
         if self.attn_res_family.norm_weight is None:
-            return norm(self.read(sources))
+            return norm(self.read(sources, **two_phase))
         weight, eps = self.attn_res_family.norm_weight(self)
-        return self.read(sources, norm_weight=weight, norm_eps=eps)
+        return self.read(sources, norm_weight=weight, norm_eps=eps, **two_phase)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, (_norm_class, _plain_class(self)), self.__dict__
@@ -133,7 +192,11 @@ class AttnResFinalNorm(AttnResNorm):
                 "exit, and pipeline parallelism of hidden states only, don't work with attention residuals"
             )
         made: list[Tensor] | None = None if current.trace is None else []
-        out = self.mix_and_norm(current.stream.sources, made)
+        shared = next(iter(current.take_shared(1)), None)
+        sources = current.stream.sources
+        if shared is not None:
+            sources = sources[current.num_shared :]
+        out = self.mix_and_norm(sources, made, shared, x.dtype)
         if made is not None:
             _keep(current.trace, made, [])
         return out
@@ -162,7 +225,13 @@ class AttnResLayer(nn.Module):
         x = torch.zeros_like(stream.blocks[0]) if stream.partial is None else stream.partial
         if current.trace is not None:
             kwargs["attn_res_record"] = True
-        tail, *rest = super().__call__(x, *stream.blocks, **kwargs)
+        unshared, shared = stream.blocks, ()
+        current.begin_group(stream)
+        if two_reads := current.take_shared(SUBLAYERS_PER_LAYER):
+            unshared = stream.blocks[current.num_shared :]
+            shared = tuple(itertools.chain(*two_reads))
+            kwargs["attn_res_shared"] = len(shared)
+        tail, *rest = super().__call__(x, *unshared, *shared, **kwargs)
         closed = (*stream.blocks, rest.pop(0)) if self.closes_after_mixer else stream.blocks
         current.stream = (
             ResidualStream((*closed, tail)) if self.closes_after_mlp else ResidualStream(closed, tail)
@@ -173,16 +242,25 @@ class AttnResLayer(nn.Module):
         return tail
 
     def forward(
-        self, hidden_states: Tensor, *blocks: Tensor, attn_res_record: bool = False, **kwargs: Any
+        self,
+        hidden_states: Tensor,
+        *blocks: Tensor,
+        attn_res_record: bool = False,
+        attn_res_shared: int = 0,
+        **kwargs: Any,
     ) -> tuple[Tensor, ...]:
         """One layer: x [B, T, D] (the open block's partial sum, or zeros) and the finished blocks.
+
+        The last `attn_res_shared` tensors are the fields of both reads' `SharedRead`; the blocks that these
+        cover are then left out.
 
         Returns:
             The open block's sum after the layer; the block that closed after the token mixer, if one did;
             when recording, weights and mixture of both reads and both output norms.
         """
         outer = getattr(_LOCAL, "frame", None)
-        _LOCAL.frame = frame = _Frame(blocks, attn_res_record)
+        first_shared = len(blocks) - attn_res_shared
+        _LOCAL.frame = frame = _Frame(blocks[:first_shared], blocks[first_shared:], attn_res_record)
         try:
             output = super().forward(hidden_states, **kwargs)
         finally:
@@ -271,6 +349,13 @@ def attach(backbone: nn.Module, config: AttnResConfig, family: Family) -> DepthP
     _swap_norm(final, _final_norm_class, plan.num_sublayers, plan, family)
     final.num_layers = len(layers)
     return plan
+
+
+def reads_in_order(backbone: nn.Module, family: Family) -> list[DepthRead | None]:
+    """The reads of a backbone that `attach` has changed, the final one last; None for the very first."""
+    layers: Any = getattr(backbone, family.layers)
+    norms = [getattr(layer, name) for layer in layers for name in family.pre_norms]
+    return [norm.read for norm in (*norms, getattr(backbone, family.final_norm))]
 
 
 def _swap_norm(norm: Any, make_class: Any, read: int, plan: DepthPlan, family: Family) -> None:

@@ -40,6 +40,7 @@ from attention_residuals.models.families import FAMILIES
 from attention_residuals.models.forward import backbone_forward, head_forward
 from attention_residuals.plan import DepthPlan
 from attention_residuals.read import DepthRead
+from attention_residuals.schedule import ReadGroup, two_phase_groups
 
 
 class AttnResConfigMixin:
@@ -85,10 +86,12 @@ class AttnResBackbone(_Reads):
 
     Attributes:
         depth_plan: which sources each read sees.
+        read_groups: which reads share a first phase under the two-phase schedule.
         depth_records: lists that receive a `DepthTrace` of every forward; empty when nobody looks.
     """
 
     depth_plan: DepthPlan
+    read_groups: tuple[ReadGroup, ...]
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
@@ -114,6 +117,7 @@ def attach_to_backbone(backbone: Any) -> None:
     """Attach reads according to `backbone.config.attn_res`."""
     config = AttnResConfig.from_dict(backbone.config.attn_res)
     backbone.depth_plan = attach(backbone, config, FAMILIES[backbone.config.family])
+    backbone.read_groups = two_phase_groups(backbone.depth_plan)
     backbone.depth_records = []
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_residuals.depth_attention.lean import depth_attention_lean
+from attention_residuals.depth_attention.formulas import Settings
+from attention_residuals.depth_attention.lean import gradients_as_a_graph
 
 logger = logging.getLogger(__name__)
 
@@ -105,34 +106,13 @@ class _DepthAttention(torch.autograd.Function):
         if grads[0] is None and grads[1] is None:
             return (None,) * (1 + len(inputs))
         if torch.is_grad_enabled():
-            found = _second_order(ctx.settings, ctx.needs_input_grad[1:], grads, inputs)
+            vectors = (inputs[0], inputs[1], inputs[2])
+            found = gradients_as_a_graph(Settings(*ctx.settings), vectors, inputs[3:], grads[0], grads[1])
         else:
             found = run_backward(
                 ctx.settings, ctx.needs_input_grad[1:], grads, alpha, saved, inputs[:3], inputs[3:]
             )
         return (None, *found)
-
-
-def _second_order(
-    settings: tuple[float, ...], needs: Sequence[bool], grads: Sequence[Tensor | None], inputs: Sequence[Any]
-) -> tuple[Tensor | None, ...]:
-    """The gradients as a graph of their own, through the backend that is differentiable twice."""
-    eps, scale, norm_eps, gain = settings
-    query, key_weight, norm_weight, *sources = inputs
-    outputs = depth_attention_lean(
-        sources, query, key_weight, norm_weight, eps=eps, scale=scale, norm_eps=norm_eps, gain=gain
-    )
-    pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=False) if grad is not None]
-    wanted = [tensor for tensor, need in zip(inputs, needs, strict=True) if need]
-    made = torch.autograd.grad(
-        [output for output, _ in pairs],
-        wanted,
-        [grad for _, grad in pairs],
-        create_graph=True,
-        allow_unused=True,
-    )
-    remaining = iter(made)
-    return tuple(next(remaining) if need else None for need in needs)
 
 
 def _rows(tensor: Tensor) -> Tensor:
