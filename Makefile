@@ -11,7 +11,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 demo: $(READY)
-	$(BIN)/attnres demo
+	GOMP_SPINCOUNT=10000 $(BIN)/attnres demo  # threads that wait give way to other programs
 
 test: $(READY) lint
 	$(BIN)/python -m pytest -m "not slow"

@@ -334,3 +334,9 @@ def test_without_matplotlib_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.
     result = train(tiny_settings(tmp_path, max_steps=1), console=console)
     assert result.report is None and result.step == 1
     assert "no report, because matplotlib is not installed" in text_of(console)
+
+
+def test_a_time_limit_ends_training_like_a_finished_run(tmp_path: Path) -> None:
+    result = run(tiny_settings(tmp_path, max_steps=500), time_limit=0.0)
+    assert result.step == 1 and result.signal is None and result.eval_loss is not None
+    assert (tmp_path / "run" / "model.safetensors").is_file()

@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import importlib.metadata
 import importlib.util
+import math
 import os
 import platform
 import signal
@@ -62,10 +63,12 @@ def train(
     overwrite: bool = False,
     command: str = "train",
     console: Console | None = None,
+    time_limit: float = math.inf,
 ) -> RunResult:
     """Start a new run.
 
     Args:
+        time_limit: seconds of training after which it ends early, evaluated and saved like a finished run.
         overwrite: replace a run that the output folder holds.
         command: what started the run, for run.json.
         console: where the summary and the progress go.
@@ -81,7 +84,7 @@ def train(
     model = make_model(prepared.config, settings)
     if is_main_process():
         folder.create(lambda place: _write_start(RunFolder(place), prepared, command))
-    return _fit(prepared, model, folder, None, console)
+    return _fit(prepared, model, folder, None, console, time_limit)
 
 
 def resume(
@@ -147,7 +150,12 @@ def _write_start(folder: RunFolder, prepared: Prepared, command: str) -> None:
 
 
 def _fit(
-    prepared: Prepared, model: PreTrainedModel, folder: RunFolder, checkpoint: Path | None, console: Console
+    prepared: Prepared,
+    model: PreTrainedModel,
+    folder: RunFolder,
+    checkpoint: Path | None,
+    console: Console,
+    time_limit: float = math.inf,
 ) -> RunResult:
     """Train from the start or from `checkpoint`, then publish the model and write the report."""
     settings, schedule = prepared.settings, prepared.schedule
@@ -164,6 +172,7 @@ def _fit(
             folder,
             progress=progress,
             interrupts=interrupts,
+            time_limit=time_limit,
         )
         try:
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

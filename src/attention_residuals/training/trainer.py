@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -69,6 +70,25 @@ class StopWhenAsked(TrainerCallback):
         if self.interrupts.received is not None:
             control.should_save = True
             control.should_training_stop = True
+
+
+class TimeLimit(TrainerCallback):
+    """Ends training, evaluated and saved, after the first step past `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.start = time.perf_counter()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.start = time.perf_counter()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if time.perf_counter() - self.start > self.seconds:
+            control.should_evaluate = control.should_save = control.should_training_stop = True
 
 
 class MetricsFile(TrainerCallback):
@@ -191,6 +211,7 @@ def make_trainer(
     *,
     progress: ProgressReport,
     interrupts: Interrupts,
+    time_limit: float,
 ) -> DepthTrainer:
     """A trainer that is ready for `train()`."""
     groups = parameter_groups(
@@ -218,7 +239,7 @@ def make_trainer(
         processing_class=tokenizer,
         data_collator=collate,
         optimizers=(optimizer, scheduler),
-        callbacks=[progress, MetricsFile(folder, progress), StopWhenAsked(interrupts)],
+        callbacks=[progress, MetricsFile(folder, progress), StopWhenAsked(interrupts), TimeLimit(time_limit)],
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
