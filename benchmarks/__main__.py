@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-BENCHMARKS = ("small_model",)
+BENCHMARKS = ("small_model", "operator", "whole_model", "read_schedule")
 
 if __name__ == "__main__":
     names = sys.argv[1:] or list(BENCHMARKS)

@@ -1,11 +1,12 @@
 """read_schedule "per_read" against "two_phase": a group of reads alone, whole forwards and training steps.
 
-Per-read runs with the backend that "auto" chooses here (the compiled kernel where there is one) and with `lean`,
-which is PyTorch as two-phase is.
+Per-read runs with the backend that "auto" chooses here (the compiled kernel where there is one) and with
+`lean`, which is PyTorch, as two-phase is. On one thread, in that thread's own time.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -67,7 +68,7 @@ def training_step(model: torch.nn.Module, ids: Tensor) -> Callable[[], None]:
 def group_reads(
     arm: str, count: int, num_shared: int, tokens: int = 1024, width: int = 1024
 ) -> Callable[[], Any]:
-    """Forward and backward of one group: its shared sources, and a partial sum for every read but the first."""
+    """Forward and backward of one group; every read but the first has a partial sum as well."""
     torch.manual_seed(0)
     blocks = [torch.randn(tokens, width, requires_grad=True) for _ in range(num_shared)]
     partials = [torch.randn(tokens, width, requires_grad=True) for _ in range(count - 1)]
@@ -99,7 +100,7 @@ def check_parity(results: dict[str, Tensor], what: str) -> None:
 
 
 def compare(arms: dict[str, Callable[[], Any]], runs: int) -> dict[str, Any]:
-    times = alternate(arms, runs=runs)
+    times = alternate(arms, runs=runs, warmup=1, clock=time.thread_time)
     return {
         "median_ms": {name: round(1e3 * value, 2) for name, value in medians(times).items()},
         "two_phase_over": {
@@ -108,8 +109,8 @@ def compare(arms: dict[str, Callable[[], Any]], runs: int) -> dict[str, Any]:
     }
 
 
-def main(threads: int = 1, runs: int = 11) -> None:
-    torch.set_num_threads(threads)
+def main(runs: int = 5) -> None:
+    torch.set_num_threads(1)
     figures: dict[str, Any] = {}
     for count, num_shared in GROUPS:
         what = f"{count} reads of {num_shared} shared sources"

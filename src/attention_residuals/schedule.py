@@ -81,11 +81,6 @@ def least_traffic_groups(plan: DepthPlan) -> tuple[ReadGroup, ...]:
     return min(candidates, key=lambda groups: traffic(plan, groups).total)
 
 
-def two_phase_groups(plan: DepthPlan) -> tuple[ReadGroup, ...]:
-    """The groups of a model forward under the plan's `read_schedule`; none where it reads one by one."""
-    return least_traffic_groups(plan) if plan.config.read_schedule == "two_phase" else ()
-
-
 def traffic(plan: DepthPlan, groups: Sequence[ReadGroup] = (), *, passes: int = 1) -> Traffic:
     """Count what one forward reads and writes under these groups; without groups, read by read.
 

@@ -48,7 +48,7 @@ def fla_equation(sources, query, key_weight, eps=1e-6, scale=1.0, norm_weight=No
 
 
 def liger_equation(sources, query, key_weight, eps=1e-6):
-    """Liger's test: a division by the root, and keys that are rounded to the sources' dtype before the product."""
+    """Liger's test: a division by the root, then keys that are rounded to the sources' dtype."""
     root = (sources.pow(2).mean(-1, keepdim=True) + eps).sqrt()
     keys = (sources / root).to(sources.dtype) * key_weight
     weights = torch.einsum("nbtd,d->nbt", keys, query).softmax(0)

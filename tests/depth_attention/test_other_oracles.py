@@ -1,4 +1,4 @@
-"""reference, lean and cpu against what others wrote: fla-core's oracle, Liger's equation, the article's function."""
+"""Our backends against fla-core's oracle, Liger's equation and the article's function."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from oracles import article_equation, fla_equation, liger_equation
 from attention_residuals import available_backends, depth_attention
 
 ORACLES = {"fla": fla_equation, "liger": liger_equation, "article": article_equation}
-# N x B x T x D: those of Liger's and FLA's tests with fewer tokens where theirs fill a GPU, and the smallest ones
+# N x B x T x D: those of Liger's and FLA's tests, with fewer tokens where theirs fill a GPU, and small ones
 SHAPES = [
     (3, 5, 37, 123),
     (4, 2, 16, 4096),
@@ -54,7 +54,7 @@ def results(function, tensors, arriving, dtype):
 
 
 def compare(oracle, ours, tensors, dtype=torch.float32):
-    """Root mean square errors against the oracle in float64: twice the oracle's own and one rounding, at most."""
+    """Root mean square errors against float64: at most twice the oracle's own, and one rounding."""
     arriving = [torch.randn(tensors[0].shape[1:]), torch.randn(tensors[0].shape[:-1])]
     exact = results(oracle, tensors, arriving, torch.float64)
     plain = results(oracle, tensors, arriving, dtype)

@@ -92,7 +92,7 @@ def test_prefill_in_pieces_equals_one_forward(pieces):
 
 def test_nothing_of_the_stream_outlives_a_forward():
     """No depth cache: after a forward, and after one that raised, no thread-local state is left."""
-    from attention_residuals.models import attach
+    from attention_residuals.models.model_pass import LOCAL
 
     model, ids = tiny.trained_model(BLOCK, dtype=torch.float32), tiny.token_ids()
     expected = model(ids).logits
@@ -100,7 +100,7 @@ def test_nothing_of_the_stream_outlives_a_forward():
     with pytest.raises(ZeroDivisionError):
         model(ids)
     handle.remove()
-    assert attach._LOCAL.model_pass is None and attach._LOCAL.frame is None
+    assert LOCAL.model_pass is None and LOCAL.frame is None
     assert torch.equal(model(ids).logits, expected)
 
 

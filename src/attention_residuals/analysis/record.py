@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_residuals.models.attach import DepthTrace
 from attention_residuals.models.families import FAMILIES
+from attention_residuals.models.model_pass import DepthTrace
 from attention_residuals.plan import DepthPlan
 
 

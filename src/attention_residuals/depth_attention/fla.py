@@ -1,11 +1,11 @@
 """Backend for CUDA: our arguments in the terms of flash-linear-attention's Triton kernel `fused_attnres`.
 
     ours                          fla-core's
-    sources                       residuals          each starting at a multiple of 16 bytes; others are copied
+    sources                       residuals          copied where they start between two multiples of 16 bytes
     query, scale, eps             query, scale, rms_eps
     key_weight or None            rms_weight         ones where there is none
-    norm_weight                   output_rms_weight  where norm_eps is eps and gain is 1: it has one eps and no gain
-    norm_weight otherwise, gain   applied to h here, after h was rounded to the sources' dtype: one rounding more
+    norm_weight                   output_rms_weight  if norm_eps is eps and gain is 1: it has one eps, no gain
+    norm_weight otherwise, gain   applied to h here, h being rounded to the sources' dtype: one rounding more
 
 Refused, with the reason: dtypes beyond 32 bits, more than MAX_SOURCES sources, rows wider than MAX_WIDTH,
 gradients through the depth weights (the kernel has none) and second derivatives. One source, or no token, is
@@ -47,9 +47,7 @@ def why_not_installed() -> str | None:
     return None
 
 
-def why_not(
-    device: torch.device, dtype: torch.dtype, *, width: int = 1, num_sources: int = 1
-) -> str | None:
+def why_not(device: torch.device, dtype: torch.dtype, *, width: int = 1, num_sources: int = 1) -> str | None:
     """None where the kernel runs, else the reason."""
     if device.type != "cuda":
         return f"takes CUDA tensors, got them on {device.type}"

@@ -128,7 +128,7 @@ def merge_own_sources(
     output, lse, alpha = shared
     gain = float(len(alpha) + len(own)) if read_scale == "sum" else 1.0
     settings = Settings(eps, scale, norm_eps, gain)
-    u = _product(query, key_weight, output)
+    u = _product(query, key_weight, output) if own else None
     if norm_weight is not None:
         check_vector("norm_weight", norm_weight, output)
     tensors = (output, lse, u, norm_weight, *own)
@@ -258,7 +258,7 @@ class _Merge(torch.autograd.Function):
         dtype: torch.dtype,
         output: Tensor,
         lse: Tensor,
-        u: Tensor,
+        u: Tensor | None,
         norm_weight: Tensor | None,
         *own: Tensor,
     ) -> tuple[Tensor, ...]:
@@ -295,22 +295,22 @@ def _merge(
     dtype: torch.dtype,
     output: Tensor,
     lse: Tensor,
-    u: Tensor,
+    u: Tensor | None,
     norm_weight: Tensor | None,
     own: Sequence[Tensor],
 ) -> tuple[Tensor, MergeScalars]:
     """h or y [tokens, D] in `dtype`, and the scalars of all tokens."""
     parts: list[MergeScalars] = []
-    n = None if norm_weight is None else norm_weight.to(u.dtype)
+    n = None if norm_weight is None else norm_weight.to(output.dtype)
     scores = lse.reshape(-1)
 
     def pieces() -> Iterator[tuple[slice, Iterable[Tensor]]]:
-        for chunk, rows in chunks((output, *own), u.dtype):
+        for chunk, rows in chunks((output, *own), output.dtype):
             h, scalars = merge(settings, rows, scores[chunk], u, n)
             parts.append(scalars)
             yield chunk, [h.to(dtype)]
 
-    with no_autocast(u.device):
+    with no_autocast(output.device):
         (h,) = joined(pieces(), output)
     if len(parts) == 1:
         return h, parts[0]
@@ -320,7 +320,7 @@ def _merge(
 def _merge_backward(
     settings: Settings,
     output: Tensor,
-    u: Tensor,
+    u: Tensor | None,
     norm_weight: Tensor | None,
     own: Sequence[Tensor],
     scalars: MergeScalars,
@@ -328,20 +328,20 @@ def _merge_backward(
     d_weights: Tensor | None,
 ) -> tuple[MergeGradients, list[Tensor]]:
     """Gradients of lse, u and the norm weight over all tokens, and of o and the own sources [tokens, D]."""
-    n = None if norm_weight is None else norm_weight.to(u.dtype)
+    n = None if norm_weight is None else norm_weight.to(output.dtype)
     tokens = scalars.weights.shape[1]
-    dy = u.new_zeros(()).expand(tokens, len(u)) if d_output is None else d_output
+    dy = output.new_zeros(()).expand(tokens, output.shape[-1]) if d_output is None else d_output
     parts: list[MergeGradients] = []
 
     def pieces() -> Iterator[tuple[slice, Iterable[Tensor]]]:
-        for chunk, rows in chunks((output, *own), u.dtype):
+        for chunk, rows in chunks((output, *own), output.dtype):
             here = MergeScalars(*(x[..., chunk] for x in scalars))
             dw = None if d_weights is None else d_weights[:, chunk]
-            found = merge_gradients(settings, rows, u, n, here, dy[chunk].to(u.dtype), dw)
+            found = merge_gradients(settings, rows, u, n, here, dy[chunk].to(output.dtype), dw)
             parts.append(found)
             yield chunk, (d.to(x.dtype) for d, x in zip(found.rows, (output, *own), strict=True))
 
-    with no_autocast(u.device):
+    with no_autocast(output.device):
         d_rows = joined(pieces(), output)
     du, dn = (
         torch.stack(found).sum(0) if (found := [x for x in kind if x is not None]) else None

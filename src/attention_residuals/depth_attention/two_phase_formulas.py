@@ -108,12 +108,16 @@ def _shared_gradients(
 
 
 def merge(
-    settings: Settings, rows: Rows, lse: Tensor, u: Tensor, n: Tensor | None
+    settings: Settings, rows: Rows, lse: Tensor, u: Tensor | None, n: Tensor | None
 ) -> tuple[Tensor, MergeScalars]:
-    """Phase 2: h, or y where n is given. rows: o, then the K >= 0 sources of the read's own; lse [c]."""
-    r = t = lse.new_empty(0, *lse.shape)
+    """Phase 2: h, or y where n is given. rows: o, then the K >= 0 sources of the read's own; lse [c].
+
+    u is None where K is 0.
+    """
+    # Two tensors, since a compiler takes one that is returned twice for one output.
+    r, t = lse.new_empty(0, *lse.shape), lse.new_empty(0, *lse.shape)
     score = lse.unsqueeze(0)
-    if len(rows) > 1:
+    if u is not None:
         r = (mean_squares(rows[1:]) + settings.eps).rsqrt()
         t = dots(rows[1:], u)
         score = torch.cat([score, settings.scale * r * t])
@@ -139,7 +143,7 @@ class MergeGradients(NamedTuple):
 def merge_gradients(
     settings: Settings,
     rows: Rows,
-    u: Tensor,
+    u: Tensor | None,
     n: Tensor | None,
     scalars: MergeScalars,
     dy: Tensor,
@@ -158,7 +162,7 @@ def merge_gradients(
     p = p if d_weights is None else p + d_weights
     ds = weights * (p - (weights * p).sum(0))
     found = [a[0].unsqueeze(-1) * dh]
-    if len(rows) == 1:
+    if u is None:
         return MergeGradients(found, ds[0], None, dn)
     b = settings.scale * ds[1:] * r
     c = b * r.square() * t / -len(u)

@@ -18,82 +18,21 @@ it found waits beside the stream, and enters each layer as further tensors, in p
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-import threading
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from attention_residuals.config import AttnResConfig
-from attention_residuals.depth_attention.two_phase import SharedRead, attend_to_shared
+from attention_residuals.depth_attention.two_phase import SharedRead
 from attention_residuals.models.families import Family
+from attention_residuals.models.model_pass import LOCAL, DepthTrace
 from attention_residuals.plan import DepthPlan
 from attention_residuals.read import DepthRead
-from attention_residuals.schedule import SUBLAYERS_PER_LAYER, ReadGroup
+from attention_residuals.schedule import SUBLAYERS_PER_LAYER
 from attention_residuals.stream import ResidualStream
-
-# Per thread: `model_pass`, the model forward under way; `frame`, the layer forward under way.
-_LOCAL = threading.local()
-
-
-class DepthTrace:
-    """What the reads of one model forward received and made; collected only on request.
-
-    Attributes:
-        weights: per read, depth weights [N, B, T].
-        mixtures: per read, the mixture h before the norm [B, T, D].
-        output_norms: per sublayer, L2 norm of its output [B, T], float32.
-    """
-
-    def __init__(self) -> None:
-        self.weights: list[Tensor] = []
-        self.mixtures: list[Tensor] = []
-        self.output_norms: list[Tensor] = []
-
-
-class _ModelPass:
-    """One model forward: the stream so far, how many layers wrote it, and the trace if one is wanted.
-
-    With groups of reads, also what phase 1 found for the reads of the open group that are still to come.
-    """
-
-    def __init__(self, record: bool, groups: Sequence[ReadGroup], reads: Sequence[DepthRead | None]) -> None:
-        self.stream: ResidualStream | None = None
-        self.layers_run = 0
-        self.trace = DepthTrace() if record else None
-        self.groups = {group.reads[0]: group for group in groups}
-        self.reads = reads
-        self.num_shared = 0
-        self.shared: tuple[SharedRead, ...] = ()
-
-    def begin_group(self, stream: ResidualStream) -> None:
-        """Phase 1 of the group that begins with the next layer, if one does."""
-        group = self.groups.get(SUBLAYERS_PER_LAYER * self.layers_run)
-        if group is not None and group.two_phase:
-            self.num_shared = group.num_shared
-            self.shared = _phase_1(stream.blocks, [self.reads[read] for read in group.reads])
-
-    def take_shared(self, count: int) -> tuple[SharedRead, ...]:
-        """What phase 1 found for the next reads; empty where they are not in two phases."""
-        taken, self.shared = self.shared[:count], self.shared[count:]
-        return taken
-
-
-def _phase_1(blocks: tuple[Tensor, ...], reads: Sequence[DepthRead | None]) -> tuple[SharedRead, ...]:
-    present = [read for read in reads if read is not None]  # the very first read is in no two-phase group
-    device = blocks[0].device
-    for query in (read.query for read in present):
-        if query.device != device or hasattr(query, "placements"):
-            raise ValueError(
-                "read_schedule='two_phase' needs the queries of several layers at once, as whole tensors on "
-                f"the blocks' device {device}, but one is on {query.device} or sharded; use 'per_read'"
-            )
-    queries, key_weights = [read.query for read in present], [read.key_weight for read in present]
-    return attend_to_shared(blocks, queries, key_weights, eps=present[0].eps)
 
 
 class _Frame:
@@ -107,25 +46,6 @@ class _Frame:
         self.made: list[Tensor] = []
 
 
-@contextlib.contextmanager
-def model_pass(
-    record: bool, groups: Sequence[ReadGroup] = (), reads: Sequence[DepthRead | None] = ()
-) -> Iterator[_ModelPass]:
-    """The scope of one model forward in this thread; nothing of the stream outlives it.
-
-    Args:
-        record: whether the reads leave a trace.
-        groups: which reads share a first phase; none under the per-read schedule.
-        reads: the model's reads in order, where there are groups.
-    """
-    outer = getattr(_LOCAL, "model_pass", None)
-    _LOCAL.model_pass = current = _ModelPass(record, groups, reads)
-    try:
-        yield current
-    finally:
-        _LOCAL.model_pass = outer
-
-
 class AttnResNorm(nn.Module):
     """Mixin of a norm that reads before it norms; `read` is None for the very first read."""
 
@@ -136,7 +56,7 @@ class AttnResNorm(nn.Module):
     kernel_layer_name = "AttnResNorm"
 
     def forward(self, x: Tensor) -> Tensor:
-        frame = getattr(_LOCAL, "frame", None)
+        frame = getattr(LOCAL, "frame", None)
         if frame is None:
             raise RuntimeError(
                 "a norm with a depth read was called outside its decoder layer; call the layer or the model"
@@ -183,7 +103,7 @@ class AttnResFinalNorm(AttnResNorm):
     num_layers: int
 
     def forward(self, x: Tensor) -> Tensor:
-        current = getattr(_LOCAL, "model_pass", None)
+        current = getattr(LOCAL, "model_pass", None)
         if current is None or current.stream is None:
             raise RuntimeError("the final read was called outside a model forward; call the model instead")
         if current.layers_run != self.num_layers:
@@ -216,7 +136,7 @@ class AttnResLayer(nn.Module):
 
         Outside one (a pipeline stage): `layer(x, *blocks, **kwargs)` is `forward`.
         """
-        current = getattr(_LOCAL, "model_pass", None)
+        current = getattr(LOCAL, "model_pass", None)
         if current is None:
             return super().__call__(hidden_states, *blocks, **kwargs)
         if blocks:
@@ -226,7 +146,7 @@ class AttnResLayer(nn.Module):
         if current.trace is not None:
             kwargs["attn_res_record"] = True
         unshared, shared = stream.blocks, ()
-        current.begin_group(stream)
+        current.begin_group(stream, self.training and getattr(self, "gradient_checkpointing", False))
         if two_reads := current.take_shared(SUBLAYERS_PER_LAYER):
             unshared = stream.blocks[current.num_shared :]
             shared = tuple(itertools.chain(*two_reads))
@@ -258,13 +178,13 @@ class AttnResLayer(nn.Module):
             The open block's sum after the layer; the block that closed after the token mixer, if one did;
             when recording, weights and mixture of both reads and both output norms.
         """
-        outer = getattr(_LOCAL, "frame", None)
+        outer = getattr(LOCAL, "frame", None)
         first_shared = len(blocks) - attn_res_shared
-        _LOCAL.frame = frame = _Frame(blocks[:first_shared], blocks[first_shared:], attn_res_record)
+        LOCAL.frame = frame = _Frame(blocks[:first_shared], blocks[first_shared:], attn_res_record)
         try:
             output = super().forward(hidden_states, **kwargs)
         finally:
-            _LOCAL.frame = outer
+            LOCAL.frame = outer
         middle = frame.received[1]
         closed = (middle,) if self.closes_after_mixer else ()
         tail = output - middle if self.closes_after_mixer else output

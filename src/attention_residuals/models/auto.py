@@ -40,7 +40,7 @@ from attention_residuals.models.families import FAMILIES
 from attention_residuals.models.forward import backbone_forward, head_forward
 from attention_residuals.plan import DepthPlan
 from attention_residuals.read import DepthRead
-from attention_residuals.schedule import ReadGroup, two_phase_groups
+from attention_residuals.schedule import ReadGroup, least_traffic_groups
 
 
 class AttnResConfigMixin:
@@ -86,7 +86,7 @@ class AttnResBackbone(_Reads):
 
     Attributes:
         depth_plan: which sources each read sees.
-        read_groups: which reads share a first phase under the two-phase schedule.
+        read_groups: which reads share a first phase where they run in two; none under "per_read".
         depth_records: lists that receive a `DepthTrace` of every forward; empty when nobody looks.
     """
 
@@ -117,7 +117,8 @@ def attach_to_backbone(backbone: Any) -> None:
     """Attach reads according to `backbone.config.attn_res`."""
     config = AttnResConfig.from_dict(backbone.config.attn_res)
     backbone.depth_plan = attach(backbone, config, FAMILIES[backbone.config.family])
-    backbone.read_groups = two_phase_groups(backbone.depth_plan)
+    per_read = config.read_schedule == "per_read"
+    backbone.read_groups = () if per_read else least_traffic_groups(backbone.depth_plan)
     backbone.depth_records = []
 
 

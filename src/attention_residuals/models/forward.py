@@ -13,8 +13,9 @@ import torch
 from transformers.utils import ModelOutput
 from transformers.utils.output_capturing import resolve_hidden_states_indices, selected_hidden_states
 
-from attention_residuals.models.attach import DepthTrace, model_pass, reads_in_order
+from attention_residuals.models.attach import reads_in_order
 from attention_residuals.models.families import FAMILIES
+from attention_residuals.models.model_pass import DepthTrace, Phases, model_pass
 from attention_residuals.models.outputs import with_depth_weights
 
 # Per thread: lists that receive the trace of every backbone forward run while they are open.
@@ -72,9 +73,9 @@ def backbone_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         traces = getattr(_LOCAL, "traces", None)
         sinks = [sink for sink in (traces, *self.depth_records) if sink is not None]
         record = bool(want_weights or sinks or (hidden is not None and hidden is not False))
-        groups = self.read_groups
-        reads = reads_in_order(self, FAMILIES[self.config.family]) if groups else ()
-        with model_pass(record, groups, reads) as current:
+        reads = functools.partial(reads_in_order, self, FAMILIES[self.config.family])
+        always = self.depth_plan.config.read_schedule == "two_phase"
+        with model_pass(record, Phases(self.read_groups, reads, always)) as current:
             outputs = base(self, *args, output_hidden_states=False, return_dict=True, **kwargs)
         if current.trace is not None:
             for sink in sinks:

@@ -123,15 +123,21 @@ def _rows(tensor: Tensor) -> Tensor:
 
 def _listed(sources: Sequence[Tensor]) -> tuple[list[Tensor], list[int], list[int]]:
     """Sources that stay alive during the call, their addresses, and their row strides in elements."""
-    width = sources[0].shape[-1]
-    if all(source.is_contiguous() for source in sources):
-        return list(sources), [source.data_ptr() for source in sources], [width] * len(sources)
+    addresses = []
+    for source in sources:
+        if not source.is_contiguous():
+            break
+        addresses.append(source.data_ptr())
+    else:
+        return list(sources), addresses, [sources[0].shape[-1]] * len(sources)
     rows = [_rows(source) for source in sources]
     return rows, [row.data_ptr() for row in rows], [row.stride(0) for row in rows]
 
 
 def _float_vector(vector: Tensor | None) -> Tensor | None:
-    return None if vector is None else vector.float().contiguous()
+    if vector is None or (vector.dtype is torch.float32 and vector.is_contiguous()):
+        return vector
+    return vector.float().contiguous()
 
 
 def _address(tensor: Tensor | None) -> int:

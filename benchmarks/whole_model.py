@@ -1,0 +1,110 @@
+"""The 0.8B shape with random weights against transformers' own Qwen3.5: prefill, decode, training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import DynamicCache, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+import attention_residuals as ar
+from attention_residuals.training.presets import PRESETS
+from benchmarks.timing import alternate, median_ratio, medians, save
+
+PROMPT, DECODED = 512, 8
+MODES: dict[str, dict[str, Any]] = {
+    "block": {"mode": "block", "num_blocks": 8, "read_scale": "sum"},
+    "full": {"mode": "full", "read_scale": "sum"},
+}
+
+
+def build(layers: int, dtype: torch.dtype, vocabulary: int) -> dict[str, Any]:
+    """The plain model and ours with the same weights. Ours shares the plain model's parameters."""
+    fields = {**PRESETS["0.8B"].fields, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    torch.manual_seed(0)
+    plain = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**fields)).to(dtype)
+    models = {"plain": plain}
+    for name, attn_res in MODES.items():
+        with torch.device("meta"):
+            ours = ar.Qwen3_5AttnResForCausalLM(ar.Qwen3_5AttnResConfig(**fields, attn_res=attn_res))
+        ours = ours.to(dtype)
+        ours.load_state_dict(plain.state_dict(), strict=False, assign=True)
+        for module in ours.modules():
+            if isinstance(module, ar.DepthRead):
+                module.query = torch.nn.Parameter(torch.zeros(module.width, dtype=dtype))
+                module.key_weight = torch.nn.Parameter(torch.ones(module.width, dtype=dtype))
+        ours.model.rotary_emb = plain.model.rotary_emb
+        ours.tie_weights()
+        models[name] = ours
+    return models
+
+
+def check_parity(models: dict[str, Any], ids: torch.Tensor, tolerance: float) -> None:
+    """Zero queries at the sum scale: ours is the plain model. No figure is reported where it isn't."""
+    with torch.no_grad():
+        logits = {name: model(ids, logits_to_keep=1).logits.float() for name, model in models.items()}
+    for name in MODES:
+        difference = ((logits[name] - logits["plain"]).abs().max() / logits["plain"].abs().max()).item()
+        if not difference <= tolerance:
+            raise SystemExit(
+                f"{name} differs from the plain model by {difference:.3g} of its range; no figures"
+            )
+
+
+def prefill(model: Any, ids: torch.Tensor) -> Callable[[], None]:
+    @torch.no_grad()
+    def run() -> None:
+        model(ids, use_cache=True, logits_to_keep=1)
+
+    return run
+
+
+def decode(model: Any, ids: torch.Tensor) -> Callable[[], None]:
+    """DECODED single-token steps after a short prompt."""
+    with torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :16], cache=cache, use_cache=True, logits_to_keep=1)
+
+    @torch.no_grad()
+    def run() -> None:
+        for i in range(DECODED):
+            model(ids[:, i : i + 1], cache=cache, use_cache=True)
+
+    return run
+
+
+def training_step(model: Any, ids: torch.Tensor) -> Callable[[], None]:
+    def run() -> None:
+        model.train()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        model.zero_grad(set_to_none=True)
+        model.eval()
+
+    return run
+
+
+def main(threads: int = 1, runs: int = 7) -> None:
+    torch.set_num_threads(threads)
+    figures: dict[str, Any] = {"shape": "0.8B", "prompt": PROMPT, "vocabulary": 32768}
+    ids = torch.randint(0, 32768, (1, PROMPT))
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
+        models = {name: model.eval() for name, model in build(24, dtype, 32768).items()}
+        check_parity(models, ids[:, :64], tolerance)
+        for what, make in (("prefill", prefill), ("decode", decode)):
+            times = alternate({name: make(m, ids) for name, m in models.items()}, runs=runs, warmup=1)
+            figures[f"{what} {dtype}".replace("torch.", "")] = _summary(times)
+        del models
+    models = {name: model.eval() for name, model in build(8, torch.float32, 32768).items()}
+    steps = {name: training_step(m, ids) for name, m in models.items()}
+    figures["training step of 8 layers, float32"] = _summary(alternate(steps, runs=runs, warmup=1))
+    for name, value in figures.items():
+        print(name, value)
+    print("written", save("whole_model", figures))
+
+
+def _summary(times: dict[str, list[float]]) -> dict[str, Any]:
+    return {
+        "median_ms": {name: round(1e3 * value, 2) for name, value in medians(times).items()},
+        "ratio_to_plain": {name: round(median_ratio(times, name, "plain"), 4) for name in MODES},
+    }

@@ -1,0 +1,138 @@
+"""The state of one model forward: its residual stream, its trace, and what phase 1 found for coming reads.
+
+It lives in a thread-local for the duration of the forward; nothing of it stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attention_residuals.depth_attention import available_backends
+from attention_residuals.depth_attention.two_phase import SharedRead, attend_to_shared
+from attention_residuals.read import DepthRead
+from attention_residuals.schedule import SUBLAYERS_PER_LAYER, ReadGroup
+from attention_residuals.stream import ResidualStream
+
+# Per thread: `model_pass`, the model forward under way; `frame`, the layer forward under way.
+LOCAL = threading.local()
+
+# Elements of one source [B, T, D] from which on read_schedule="auto" may choose two phases.
+LEAST_ELEMENTS = 1 << 17
+
+
+class DepthTrace:
+    """What the reads of one model forward received and made; collected only on request.
+
+    Attributes:
+        weights: per read, depth weights [N, B, T].
+        mixtures: per read, the mixture h before the norm [B, T, D].
+        output_norms: per sublayer, L2 norm of its output [B, T], float32.
+    """
+
+    def __init__(self) -> None:
+        self.weights: list[Tensor] = []
+        self.mixtures: list[Tensor] = []
+        self.output_norms: list[Tensor] = []
+
+
+class Phases(NamedTuple):
+    """Which reads of a model forward may run in two phases.
+
+    Attributes:
+        groups: reads that share a first phase.
+        reads: gives the model's reads in order.
+        always: whether every group does, or only where that was measured to be faster.
+    """
+
+    groups: tuple[ReadGroup, ...]
+    reads: Callable[[], list[DepthRead | None]]
+    always: bool
+
+    def group_at(self, read: int) -> ReadGroup | None:
+        """The group that begins with this read, if it has a first phase."""
+        return next((group for group in self.groups if group.reads[0] == read and group.two_phase), None)
+
+
+class ModelPass:
+    """One model forward: the stream so far, how many layers wrote it, and the trace if one is wanted.
+
+    Where reads run in two phases, also what phase 1 found for those of the open group that are still to come.
+    """
+
+    def __init__(self, record: bool, phases: Phases | None) -> None:
+        self.stream: ResidualStream | None = None
+        self.layers_run = 0
+        self.trace = DepthTrace() if record else None
+        self.phases = phases
+        self.num_shared = 0
+        self.shared: tuple[SharedRead, ...] = ()
+
+    def begin_group(self, stream: ResidualStream, checkpointed: bool) -> None:
+        """Phase 1 of the group that begins with the next layer, if one does and runs in two phases."""
+        phases = self.phases
+        group = None if phases is None else phases.group_at(SUBLAYERS_PER_LAYER * self.layers_run)
+        if phases is None or group is None or not (phases.always or _pays(stream, checkpointed)):
+            return
+        found = phases.reads()
+        reads = [read for read in (found[i] for i in group.reads) if read is not None]
+        if reason := _why_not(stream.blocks[0].device, reads):
+            if phases.always:
+                raise ValueError(f"read_schedule='two_phase' {reason}; use read_schedule='per_read'")
+            return
+        queries, key_weights = [read.query for read in reads], [read.key_weight for read in reads]
+        self.num_shared = group.num_shared
+        self.shared = attend_to_shared(stream.blocks, queries, key_weights, eps=reads[0].eps)
+
+    def take_shared(self, count: int) -> tuple[SharedRead, ...]:
+        """What phase 1 found for the next reads; empty where they are not in two phases."""
+        taken, self.shared = self.shared[:count], self.shared[count:]
+        return taken
+
+
+def _why_not(device: torch.device, reads: Sequence[DepthRead]) -> str | None:
+    """None where these reads can run in two phases, else the reason."""
+    for read in reads:
+        if read.query.device != device or hasattr(read.query, "placements"):
+            return (
+                "needs the queries of several layers at once, as whole tensors on the blocks' device "
+                f"{device}, but one is on {read.query.device} or sharded"
+            )
+        if read.backend != "auto":
+            return f"has an implementation of its own, but a read asks for backend={read.backend!r}"
+    return None
+
+
+def _pays(stream: ResidualStream, checkpointed: bool) -> bool:
+    """Whether "auto" takes two phases: where reads run in PyTorch on a CPU, and not for small inputs.
+
+    Measured (docs/log.md). Where the compiled kernel runs, reads one by one are faster. Under activation
+    checkpointing phase 1 would about double what is kept.
+    """
+    source = stream.blocks[0]
+    if checkpointed or source.numel() < LEAST_ELEMENTS or source.device.type != "cpu":
+        return False
+    if torch.compiler.is_compiling():
+        return False
+    return available_backends(source.device, source.dtype)["cpu"] is not None
+
+
+@contextlib.contextmanager
+def model_pass(record: bool, phases: Phases | None = None) -> Iterator[ModelPass]:
+    """The scope of one model forward in this thread; nothing of the stream outlives it.
+
+    Args:
+        record: whether the reads leave a trace.
+        phases: which reads may run in two phases; None where all are read one by one.
+    """
+    outer = getattr(LOCAL, "model_pass", None)
+    LOCAL.model_pass = current = ModelPass(record, phases)
+    try:
+        yield current
+    finally:
+        LOCAL.model_pass = outer
