@@ -10,12 +10,15 @@ from torch import Tensor, nn
 
 from attention_residuals.depth_attention.cpu.binding import depth_attention_cpu, why_not
 from attention_residuals.depth_attention.cpu.compiled import depth_attention_cpu_compiled
+from attention_residuals.depth_attention.fla import depth_attention_fla
+from attention_residuals.depth_attention.fla import why_not as why_not_fla
 from attention_residuals.depth_attention.lean import depth_attention_lean
 from attention_residuals.depth_attention.reference import depth_attention_reference
 
 # In order of preference for backend="auto".
 BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "cpu": depth_attention_cpu,
+    "fla": depth_attention_fla,
     "lean": depth_attention_lean,
     "reference": depth_attention_reference,
 }
@@ -31,7 +34,12 @@ def available_backends(
     """
     device = torch.device(device)  # raises RuntimeError for a device that does not exist
     reason = None if dtype in FLOAT_DTYPES else f"sources must be floating point, got {dtype}"
-    return {"cpu": reason or why_not(device, dtype), "lean": reason, "reference": reason}
+    return {
+        "cpu": reason or why_not(device, dtype),
+        "fla": reason or why_not_fla(device, dtype),
+        "lean": reason,
+        "reference": reason,
+    }
 
 
 @overload
@@ -112,7 +120,7 @@ def depth_attention(
         raise TypeError("query must be a tensor [D], got None")
     if read_scale not in ("mean", "sum"):
         raise ValueError(f"read_scale must be 'mean' or 'sum', got {read_scale!r}")
-    run = _choose(backend, listed[0])
+    run = _choose(backend, listed, return_weights)
     gain = float(len(listed)) if read_scale == "sum" else 1.0
     h, weights = run(
         listed, query, key_weight, norm_weight, eps=eps, scale=scale, norm_eps=norm_eps, gain=gain
@@ -120,9 +128,15 @@ def depth_attention(
     return (h, weights) if return_weights else h
 
 
-def _choose(backend: str, first: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+def _choose(
+    backend: str, listed: tuple[Tensor, ...], return_weights: bool
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    first = listed[0]
     if backend == "auto":
-        backend = "lean" if _why_not_cpu(first) else "cpu"
+        if first.is_cpu:
+            backend = "lean" if _why_not_cpu(first) else "cpu"
+        else:
+            backend = "lean" if _why_not_fla(listed, return_weights) else "fla"
     elif backend not in BACKENDS:
         raise ValueError(f"backend must be 'auto' or one of {', '.join(BACKENDS)}, got {backend!r}")
     elif backend == "cpu" and (reason := _why_not_cpu(first)):
@@ -130,6 +144,16 @@ def _choose(backend: str, first: Tensor) -> Callable[..., tuple[Tensor, Tensor]]
     if backend == "cpu" and torch.compiler.is_compiling():
         return depth_attention_cpu_compiled
     return BACKENDS[backend]
+
+
+def _why_not_fla(listed: tuple[Tensor, ...], return_weights: bool) -> str | None:
+    """Why "auto" leaves this call to `lean`; an explicit backend="fla" gives its own reasons."""
+    first = listed[0]
+    if first.device.type != "cuda" or torch.compiler.is_compiling() or type(first) is not Tensor:
+        return "takes plain CUDA tensors, in eager mode"
+    if return_weights and torch.is_grad_enabled():
+        return "has no gradient through the depth weights"
+    return why_not_fla(first.device, first.dtype, width=first.shape[-1], num_sources=len(listed))
 
 
 def _why_not_cpu(first: Tensor) -> str | None:
