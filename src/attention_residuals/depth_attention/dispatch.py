@@ -22,6 +22,7 @@ BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "lean": depth_attention_lean,
     "reference": depth_attention_reference,
 }
+_PLAIN = {Tensor, nn.Parameter}
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -134,12 +135,12 @@ def _choose(
     first = listed[0]
     if backend == "auto":
         if first.is_cpu:
-            backend = "lean" if _why_not_cpu(first) else "cpu"
+            backend = "lean" if _why_not_cpu(listed) else "cpu"
         else:
             backend = "lean" if _why_not_fla(listed, return_weights) else "fla"
     elif backend not in BACKENDS:
         raise ValueError(f"backend must be 'auto' or one of {', '.join(BACKENDS)}, got {backend!r}")
-    elif backend == "cpu" and (reason := _why_not_cpu(first)):
+    elif backend == "cpu" and (reason := _why_not_cpu(listed)):
         raise ValueError(f"backend='cpu' can't run here: it {reason}; use backend='auto' or 'lean'")
     if backend == "cpu" and torch.compiler.is_compiling():
         return depth_attention_cpu_compiled
@@ -156,16 +157,17 @@ def _why_not_fla(listed: tuple[Tensor, ...], return_weights: bool) -> str | None
     return why_not_fla(first.device, first.dtype, width=first.shape[-1], num_sources=len(listed))
 
 
-def _why_not_cpu(first: Tensor) -> str | None:
+def _why_not_cpu(listed: tuple[Tensor, ...]) -> str | None:
     """Why the compiled kernel can't take this call: it reads memory, so it needs plain tensors."""
+    first = listed[0]
     if reason := why_not(first.device, first.dtype):
         return reason
     if torch.compiler.is_compiling():  # the compiler sees a custom op
         return None
     if torch._C._get_tracing_state() is not None:
         return "isn't seen by torch.jit.trace"
-    if type(first) is not Tensor and type(first) is not nn.Parameter:
-        return f"takes plain tensors, got {type(first).__name__}"
+    if subclasses := {type(source) for source in listed} - _PLAIN:
+        return f"takes plain tensors, got {', '.join(kind.__name__ for kind in subclasses)}"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "isn't seen by torch.func transforms"
     return None

@@ -114,10 +114,10 @@ def _pays(stream: ResidualStream, checkpointed: bool) -> bool:
     Measured (docs/log.md). Where the compiled kernel runs, reads one by one are faster. Under activation
     checkpointing phase 1 would about double what is kept.
     """
-    source = stream.blocks[0]
-    if checkpointed or source.numel() < LEAST_ELEMENTS or source.device.type != "cpu":
+    if checkpointed or torch.compiler.is_compiling():  # first, so that no guard on the size is compiled in
         return False
-    if torch.compiler.is_compiling():
+    source = stream.blocks[0]
+    if source.numel() < LEAST_ELEMENTS or source.device.type != "cpu":
         return False
     return available_backends(source.device, source.dtype)["cpu"] is not None
 

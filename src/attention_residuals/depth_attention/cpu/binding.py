@@ -117,7 +117,9 @@ class _DepthAttention(torch.autograd.Function):
 
 def _rows(tensor: Tensor) -> Tensor:
     """The tensor as rows [tokens, D] that are contiguous each; a copy only where no view is."""
-    rows = tensor.reshape(-1, tensor.shape[-1])
+    rows = tensor.resolve_neg().reshape(
+        -1, tensor.shape[-1]
+    )  # a lazily negated view has other bits than values
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
@@ -125,7 +127,7 @@ def _listed(sources: Sequence[Tensor]) -> tuple[list[Tensor], list[int], list[in
     """Sources that stay alive during the call, their addresses, and their row strides in elements."""
     addresses = []
     for source in sources:
-        if not source.is_contiguous():
+        if not source.is_contiguous() or source.is_neg():
             break
         addresses.append(source.data_ptr())
     else:
@@ -135,9 +137,9 @@ def _listed(sources: Sequence[Tensor]) -> tuple[list[Tensor], list[int], list[in
 
 
 def _float_vector(vector: Tensor | None) -> Tensor | None:
-    if vector is None or (vector.dtype is torch.float32 and vector.is_contiguous()):
+    if vector is None or (vector.dtype is torch.float32 and vector.is_contiguous() and not vector.is_neg()):
         return vector
-    return vector.float().contiguous()
+    return vector.resolve_neg().float().contiguous()
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -185,8 +187,8 @@ def run_backward(
     tokens = first.numel() // width
     _, addresses, strides = kept = _listed(sources)
     w, g, n = (_float_vector(vector) for vector in vectors)
-    d_out = None if grads[0] is None else grads[0].to(first.dtype).contiguous()
-    d_alpha = None if grads[1] is None else grads[1].float().contiguous()
+    d_out = None if grads[0] is None else grads[0].resolve_neg().to(first.dtype).contiguous()
+    d_alpha = None if grads[1] is None else grads[1].resolve_neg().float().contiguous()
     d_sources = [torch.empty(first.shape, dtype=first.dtype) if need else None for need in needs[3:]]
     d_vectors = [
         torch.empty(width) if need and v is not None else None

@@ -90,7 +90,7 @@ static inline void store_some(typename S::value* p, vf v, int64_t count) {
 
 // sum of squares, and dot product with u, of one row
 template <class S>
-static inline void square_and_dot(const typename S::value* row, const typename S::value* next, const float* u,
+static inline void square_and_dot_piece(const typename S::value* row, const typename S::value* next, const float* u,
                                   int64_t width, float* square, float* dot) {
     vf s0{}, s1{}, s2{}, s3{}, d0{}, d1{}, d2{}, d3{};
     int64_t d = 0;
@@ -113,6 +113,19 @@ static inline void square_and_dot(const typename S::value* row, const typename S
     }
     *square = lane_sum((s0 + s1) + (s2 + s3));
     *dot = lane_sum((d0 + d1) + (d2 + d3));
+}
+
+static const int64_t TERMS = 64 * WIDTH;
+template <class S>
+static inline void square_and_dot(const typename S::value* row, const typename S::value* next, const float* u,
+                                  int64_t width, float* square, float* dot) {
+    float s = 0, t = 0;
+    for (int64_t d = 0; d < width; d += TERMS) {
+        float a, b;
+        square_and_dot_piece<S>(row + d, next + d, u + d, width - d < TERMS ? width - d : TERMS, &a, &b);
+        s += a, t += b;
+    }
+    *square = s, *dot = t;
 }
 
 // out[d] = (keep * out[d] if joined) + sum_i weight_i * row_i[d]; returns the sum of squares of the result
@@ -221,7 +234,7 @@ static void forward_tokens(const Forward& f, int64_t begin, int64_t end, float* 
 
 // dot product of a row with dh
 template <class S>
-static inline float row_dot(const typename S::value* row, const typename S::value* next, const float* dh,
+static inline float row_dot_piece(const typename S::value* row, const typename S::value* next, const float* dh,
                             int64_t width) {
     vf d0{}, d1{}, d2{}, d3{};
     int64_t d = 0;
@@ -240,9 +253,19 @@ static inline float row_dot(const typename S::value* row, const typename S::valu
     return lane_sum((d0 + d1) + (d2 + d3));
 }
 
+template <class S>
+static inline float row_dot(const typename S::value* row, const typename S::value* next, const float* dh,
+                            int64_t width) {
+    float t = 0;
+    for (int64_t d = 0; d < width; d += TERMS)
+        t += row_dot_piece<S>(row + d, next + d, dh + d, width - d < TERMS ? width - d : TERMS);
+    return t;
+}
+
 // From dy to dh through y = q * h * n, in place of dy; adds dy * q * h to dn.
 static inline void norm_backward(const float* h, float q, const float* n, float* dy, float* dn, int64_t width) {
     vf inner0{};
+    float total = 0;
     int64_t d = 0;
     for (; d < width; d += WIDTH) {
         int64_t some = width - d < WIDTH ? width - d : WIDTH;
@@ -251,8 +274,9 @@ static inline void norm_backward(const float* h, float q, const float* n, float*
         g *= load_some<Float32>(n + d, some);
         store_some<Float32>(dy + d, g, some);
         inner0 += g * hat;
+        if ((d + WIDTH) % TERMS == 0) total += lane_sum(inner0), inner0 = vf{};
     }
-    const float inner = lane_sum(inner0) / width;
+    const float inner = (total + lane_sum(inner0)) / width;
     for (d = 0; d < width; d += WIDTH) {
         int64_t some = width - d < WIDTH ? width - d : WIDTH;
         vf hat = load_some<Float32>(h + d, some) * q, g = load_some<Float32>(dy + d, some);
