@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 
+from benchmarks import readme_table
+
 BENCHMARKS = ("small_model", "operator", "whole_model", "read_schedule")
 
 if __name__ == "__main__":
@@ -13,3 +15,4 @@ if __name__ == "__main__":
         sys.exit(f"no benchmark called {unknown!r}; there are {', '.join(BENCHMARKS)}")
     for name in names:
         importlib.import_module(f"benchmarks.{name}").main()
+    readme_table.update()

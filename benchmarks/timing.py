@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+# What a benchmark itself writes doesn't make a commit another one.
+_RESULT_PATHS = (":!results", ":!../README.md")
 
 
 def alternate(
@@ -55,7 +57,8 @@ def origin() -> dict[str, Any]:
 
     return {
         "command": "python -m benchmarks " + " ".join(sys.argv[1:]),
-        "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain") else ""),
+        "commit": _git("rev-parse", "--short", "HEAD")
+        + ("+" if _git("status", "--porcelain", "--", "..", *_RESULT_PATHS) else ""),
         "date": datetime.date.today().isoformat(),
         "machine": f"{_processor()}, {os.cpu_count()} cores, {platform.system()}",
         "threads": torch.get_num_threads(),

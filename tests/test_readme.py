@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,11 @@ def test_the_tree_names_what_exists():
     for indent, name in named:
         if len(indent) in folders:
             assert (folders[len(indent)] / name).exists(), name
+
+
+def test_the_figures_are_those_of_the_results():
+    sys.path.insert(0, str(ROOT))
+    from benchmarks import readme_table
+
+    assert readme_table.section() == readme_table.render().strip()
+    assert "commit" in readme_table.section()

@@ -20,6 +20,12 @@ def read_with_weights(width=8, **kwargs):
     return read
 
 
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before():
+    """Each test compiles anew: dynamo gives up on a function that many tests have recompiled."""
+    torch.compiler.reset()
+
+
 COMPILERS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 
