@@ -124,7 +124,7 @@ def _milliseconds(seconds: dict[str, float]) -> dict[str, float]:
     return {name: round(1e3 * value, 3) for name, value in seconds.items()}
 
 
-def main(threads: int = 1, runs: int = 15) -> None:
+def main(threads: int = 2, runs: int = 15) -> None:
     torch.set_num_threads(threads)
     figures: dict[str, Any] = {"tokens": T, "width": D, "sources": N, **compare(runs)}
     forward, both = figures["forward_ms"], figures["forward_backward_ms"]
