@@ -74,7 +74,7 @@ def evaluation(model: torch.nn.Module, ids: torch.Tensor) -> Callable[[], None]:
     return evaluate
 
 
-def main(threads: int = 1, runs: int = 21) -> None:
+def main(threads: int = 2, runs: int = 21) -> None:
     torch.set_num_threads(threads)
     models = build()
     ids = torch.randint(0, DEMO.vocab_size, (DEMO.batch_size, DEMO.context))
