@@ -66,19 +66,12 @@ def depth_attention_cpu(
     gain: float,
 ) -> tuple[Tensor, Tensor]:
     """Same arguments and results as `depth_attention_reference`, for CPU tensors of 16 or 32 bits."""
-    settings = (eps, scale, norm_eps, gain)
-    if torch.is_grad_enabled() and _any_requires_grad(query, key_weight, norm_weight, sources):
-        h, alpha, _ = _DepthAttention.apply(settings, query, key_weight, norm_weight, *sources)
+    settings, inputs = (eps, scale, norm_eps, gain), (query, key_weight, norm_weight, *sources)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+        h, alpha, _ = _DepthAttention.apply(settings, *inputs)
     else:
         h, alpha, _ = run_forward(settings, query, key_weight, norm_weight, sources, save=False)
     return h, alpha
-
-
-def _any_requires_grad(
-    query: Tensor, key_weight: Tensor | None, norm_weight: Tensor | None, sources: Sequence[Tensor]
-) -> bool:
-    vectors = (v for v in (query, key_weight, norm_weight) if v is not None)
-    return any(v.requires_grad for v in vectors) or any(s.requires_grad for s in sources)
 
 
 class _DepthAttention(torch.autograd.Function):
@@ -117,9 +110,8 @@ class _DepthAttention(torch.autograd.Function):
 
 def _rows(tensor: Tensor) -> Tensor:
     """The tensor as rows [tokens, D] that are contiguous each; a copy only where no view is."""
-    rows = tensor.resolve_neg().reshape(
-        -1, tensor.shape[-1]
-    )  # a lazily negated view has other bits than values
+    # Resolved first, since a lazily negated view has other bits than values.
+    rows = tensor.resolve_neg().reshape(-1, tensor.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 

@@ -116,36 +116,46 @@ struct Arguments {
     }
 };
 
-// u = query * key weight, or the query itself where there is no key weight
-static const float* key_vector(const float* query, const float* key_weight, int64_t width, std::vector<float>& u) {
-    if (!key_weight) return query;
-    u.resize(width);
-    for (int64_t d = 0; d < width; d++) u[d] = query[d] * key_weight[d];
-    return u.data();
-}
+// What forward and backward begin with: dtype, sources, strides, tokens, width, query, key_weight, norm_weight.
+struct Inputs {
+    std::vector<void*> sources;
+    std::vector<int64_t> strides;
+    std::vector<float> u;
+    const float *query, *key_weight;
+
+    template <class Call>
+    void read(Arguments& a, Call& f) {
+        f.dtype = (DType)a.integer();
+        a.list(sources);
+        a.list(strides);
+        f.num_sources = sources.size(), f.tokens = a.integer(), f.width = a.integer();
+        f.sources = sources.data(), f.strides = strides.data();
+        query = a.pointer<float>(), key_weight = a.pointer<float>();
+        f.norm_weight = a.pointer<float>();
+    }
+
+    // u = query * key weight, or the query itself where there is no key weight
+    const float* key_vector(int64_t width) {
+        if (!key_weight) return query;
+        u.resize(width);
+        for (int64_t d = 0; d < width; d++) u[d] = query[d] * key_weight[d];
+        return u.data();
+    }
+};
 
 // forward(dtype, sources, strides, tokens, width, query, key_weight, norm_weight, out, alpha, saved,
 //         eps, scale, norm_eps, gain, threads): pointers as integers, 0 for what is not given
 static PyObject* py_forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Arguments a = {args, args + count};
     Forward f;
-    std::vector<void*> sources;
-    std::vector<int64_t> strides;
-    std::vector<float> u;
-    f.dtype = (DType)a.integer();
-    a.list(sources);
-    a.list(strides);
-    f.num_sources = sources.size(), f.tokens = a.integer(), f.width = a.integer();
-    f.sources = sources.data(), f.strides = strides.data();
-    const float* query = a.pointer<float>();
-    const float* key_weight = a.pointer<float>();
-    f.norm_weight = a.pointer<float>();
+    Inputs in;
+    in.read(a, f);
     f.out = a.pointer<void>(), f.alpha = a.pointer<float>(), f.saved = a.pointer<float>();
     f.eps = a.number(), f.scale = a.number(), f.norm_eps = a.number(), f.gain = a.number();
     int threads = (int)a.integer();
     if (a.failed()) return nullptr;
     Py_BEGIN_ALLOW_THREADS
-    f.u = key_vector(query, key_weight, f.width, u);
+    f.u = in.key_vector(f.width);
     run_team(forward_work, &f, f.num_sources * f.tokens * f.width, threads);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
@@ -157,17 +167,9 @@ static PyObject* py_backward(PyObject*, PyObject* const* args, Py_ssize_t count)
     Arguments a = {args, args + count};
     BackwardCall c;
     Backward& f = c.f;
-    std::vector<void*> sources, d_sources;
-    std::vector<int64_t> strides;
-    std::vector<float> u;
-    f.dtype = (DType)a.integer();
-    a.list(sources);
-    a.list(strides);
-    f.num_sources = sources.size(), f.tokens = a.integer(), f.width = a.integer();
-    f.sources = sources.data(), f.strides = strides.data();
-    const float* query = a.pointer<float>();
-    const float* key_weight = a.pointer<float>();
-    f.norm_weight = a.pointer<float>();
+    Inputs in;
+    std::vector<void*> d_sources;
+    in.read(a, f);
     f.d_out = a.pointer<void>(), f.d_alpha = a.pointer<float>();
     f.alpha = a.pointer<float>(), f.saved = a.pointer<float>();
     a.list(d_sources);
@@ -179,15 +181,15 @@ static PyObject* py_backward(PyObject*, PyObject* const* args, Py_ssize_t count)
     int threads = (int)a.integer();
     if (a.failed()) return nullptr;
     Py_BEGIN_ALLOW_THREADS
-    f.u = key_vector(query, key_weight, f.width, u);
+    f.u = in.key_vector(f.width);
     std::vector<double> sums(2 * f.width * (threads > 1 ? threads : 1));
     c.sums = sums.data();
     run_team(backward_work, &c, f.num_sources * f.tokens * f.width, threads);
     for (size_t t = 1; t < sums.size() / (2 * f.width); t++)
         for (int64_t d = 0; d < 2 * f.width; d++) sums[d] += sums[2 * f.width * t + d];
     for (int64_t d = 0; d < f.width; d++) {
-        if (d_query) d_query[d] = (float)(key_weight ? sums[d] * key_weight[d] : sums[d]);
-        if (d_key_weight) d_key_weight[d] = (float)(sums[d] * query[d]);
+        if (d_query) d_query[d] = (float)(in.key_weight ? sums[d] * in.key_weight[d] : sums[d]);
+        if (d_key_weight) d_key_weight[d] = (float)(sums[d] * in.query[d]);
         if (d_norm_weight) d_norm_weight[d] = (float)sums[f.width + d];
     }
     Py_END_ALLOW_THREADS
