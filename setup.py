@@ -14,6 +14,7 @@ from setuptools.command.build_ext import build_ext
 FOLDER = "src/attention_residuals/depth_attention/cpu"
 FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fvisibility=hidden"]
 FLAGS += ["-Wno-ignored-attributes", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
+PARTS = ("kernel_body.h", "kernel_types.h", "tensor_view.h", "instruction_set.cpp")
 # name, float lanes, compiler flags
 INSTRUCTION_SETS = [("baseline", 4, [])]
 if platform.machine().lower() in ("x86_64", "amd64"):
@@ -52,7 +53,7 @@ setup(
         Extension(
             "attention_residuals.depth_attention.cpu._kernel",
             [f"{FOLDER}/kernel.cpp"],
-            depends=[f"{FOLDER}/{n}" for n in ("kernel_body.h", "kernel_types.h", "instruction_set.cpp")],
+            depends=[f"{FOLDER}/{name}" for name in PARTS],
             libraries=["dl"] if platform.system() == "Linux" else [],
             py_limited_api=True,
             language="c++",

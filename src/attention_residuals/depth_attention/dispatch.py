@@ -8,7 +8,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor, nn
 
-from attention_residuals.depth_attention.cpu.binding import depth_attention_cpu, why_not
+from attention_residuals.depth_attention.cpu.binding import depth_attention_cpu, read_plain_tensors, why_not
 from attention_residuals.depth_attention.cpu.compiled import depth_attention_cpu_compiled
 from attention_residuals.depth_attention.fla import depth_attention_fla
 from attention_residuals.depth_attention.fla import why_not as why_not_fla
@@ -113,20 +113,38 @@ def depth_attention(
         ValueError: no sources; shapes, devices or widths that differ; an unknown or unavailable backend.
         TypeError: something that is not a floating-point tensor; sources of different dtypes.
     """
+    if read_scale not in ("mean", "sum"):
+        raise ValueError(f"read_scale must be 'mean' or 'sum', got {read_scale!r}")
+    if not return_weights and backend in ("auto", "cpu") and _is_plain_inference():
+        h = read_plain_tensors(sources, query, key_weight, norm_weight, eps, scale, norm_eps, read_scale)
+        if h is not None:
+            return h
     listed = check_sources(sources)
     for name, vector in (("query", query), ("key_weight", key_weight), ("norm_weight", norm_weight)):
         if vector is not None:
             check_vector(name, vector, listed[0])
     if query is None:
         raise TypeError("query must be a tensor [D], got None")
-    if read_scale not in ("mean", "sum"):
-        raise ValueError(f"read_scale must be 'mean' or 'sum', got {read_scale!r}")
     run = _choose(backend, listed, return_weights)
     gain = float(len(listed)) if read_scale == "sum" else 1.0
     h, weights = run(
         listed, query, key_weight, norm_weight, eps=eps, scale=scale, norm_eps=norm_eps, gain=gain
     )
     return (h, weights) if return_weights else h
+
+
+def _is_plain_inference() -> bool:
+    """Whether nobody records or transforms this call, so that the result is all there is to make."""
+    return not torch.is_grad_enabled() and not torch.compiler.is_compiling() and _untraced() is None
+
+
+def _untraced() -> str | None:
+    """None in plain eager mode, else who would not see what a kernel does with memory."""
+    if torch._C._get_tracing_state() is not None:
+        return "isn't seen by torch.jit.trace"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "isn't seen by torch.func transforms"
+    return None
 
 
 def _choose(
@@ -164,13 +182,9 @@ def _why_not_cpu(listed: tuple[Tensor, ...]) -> str | None:
         return reason
     if torch.compiler.is_compiling():  # the compiler sees a custom op
         return None
-    if torch._C._get_tracing_state() is not None:
-        return "isn't seen by torch.jit.trace"
     if subclasses := {type(source) for source in listed} - _PLAIN:
         return f"takes plain tensors, got {', '.join(kind.__name__ for kind in subclasses)}"
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return "isn't seen by torch.func transforms"
-    return None
+    return _untraced()
 
 
 def check_sources(sources: Sequence[Tensor] | Tensor) -> tuple[Tensor, ...]:

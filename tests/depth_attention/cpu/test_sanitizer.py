@@ -25,6 +25,8 @@ def call(n, width, tokens, dtype, norm, weights):
     out, alpha = depth_attention(sources, vectors[0], vectors[1], norm_weight=vectors[2] if norm else None,
                                  return_weights=True, backend="cpu")
     (out.float().sum() + (alpha[0].sum() if weights else 0)).backward()
+    with torch.no_grad():
+        depth_attention(sources, vectors[0], vectors[1], norm_weight=vectors[2] if norm else None)
 
 def sweep(widths, counts):
     dtypes = (torch.float32, torch.bfloat16, torch.float16)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attention_residuals.depth_attention.formulas import Settings
 from attention_residuals.depth_attention.lean import gradients_as_a_graph
@@ -38,6 +38,9 @@ def _load() -> str | None:
         return reason
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     _kernel.share_threads(str(library.resolve()))
+    table = getattr(Tensor, "__dlpack_c_exchange_api__", None)  # PyTorch 2.10 and later
+    if table is not None:
+        _kernel.connect(Tensor, nn.Parameter, torch.empty_like, Tensor.is_neg, table)
     return None
 
 
@@ -52,6 +55,28 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in _DTYPES:
         return f"computes in float32, but the sources are {dtype}"
     return _NOT_LOADED
+
+
+def read_plain_tensors(
+    sources: Sequence[Tensor] | Tensor,
+    query: Tensor,
+    key_weight: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    scale: float,
+    norm_eps: float,
+    read_scale: str,
+) -> Tensor | None:
+    """h [..., D] where every tensor is plain, contiguous and fits the others, else None. No gradients.
+
+    The checks run in the kernel's own code, so that a read of one token costs a few microseconds.
+    """
+    if _kernel is None:
+        return None
+    threads = torch.get_num_threads()
+    return _kernel.read(
+        sources, query, key_weight, norm_weight, eps, scale, norm_eps, read_scale == "sum", threads
+    )
 
 
 def depth_attention_cpu(

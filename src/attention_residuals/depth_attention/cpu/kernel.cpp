@@ -16,7 +16,14 @@
 #include <Python.h>
 
 #include <dlfcn.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
 #include "kernel_types.h"
+#include "tensor_view.h"
 
 #include <vector>
 
@@ -46,6 +53,18 @@ struct Team {
     void* call;
 };
 
+// A weight far from the top is so small that its products are denormal, each of which x86 computes 100 times
+// slower. Inside the kernel such a product is 0, unless there is one source, which is returned as it is.
+struct FlushDenormalResults {
+#if defined(__x86_64__)
+    const unsigned before = _mm_getcsr();
+    explicit FlushDenormalResults(int64_t num_sources) { _mm_setcsr(num_sources > 1 ? before | 0x8000 : before); }
+    ~FlushDenormalResults() { _mm_setcsr(before); }
+#else
+    explicit FlushDenormalResults(int64_t) {}
+#endif
+};
+
 static void enter(void* team) {
     ((Team*)team)->work(((Team*)team)->call, omp_thread(), omp_threads());
 }
@@ -57,6 +76,23 @@ static void run_team(void (*work)(void*, int, int), void* call, int64_t elements
     else work(call, 0, 1);
 }
 
+// Asks for 2 MiB pages where a large result is about to be written. Memory that is new to the process then costs
+// one page fault in place of 512; memory that is mapped already costs one system call.
+static void prefer_large_pages(void* begin, int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+    const intptr_t page = 4096, least = 4 << 20;
+    if (!begin || bytes < least) return;
+    intptr_t first = (intptr_t)begin & -page;
+    madvise((void*)first, (size_t)((intptr_t)begin + bytes - first), MADV_HUGEPAGE);  // advice: may be refused
+#else
+    (void)begin, (void)bytes;
+#endif
+}
+
+static int64_t result_bytes(DType dtype, int64_t tokens, int64_t width) {
+    return tokens * width * (dtype == FLOAT32 ? 4 : 2);
+}
+
 static float* scratch(int64_t floats) {
     static thread_local std::vector<float> buffer;
     if ((int64_t)buffer.size() < floats) buffer.resize(floats);
@@ -65,6 +101,7 @@ static float* scratch(int64_t floats) {
 
 static void forward_work(void* call, int id, int of) {
     const Forward& f = *(const Forward*)call;
+    const FlushDenormalResults flush(f.num_sources);
     int64_t begin = f.tokens * id / of, end = f.tokens * (id + 1) / of;
     if (begin < end) kernels->forward(f, begin, end, scratch(scratch_floats(f.num_sources, f.width)));
 }
@@ -77,6 +114,7 @@ struct BackwardCall {
 static void backward_work(void* call, int id, int of) {
     const BackwardCall& c = *(const BackwardCall*)call;
     const Backward& f = c.f;
+    const FlushDenormalResults flush(f.num_sources);
     int64_t begin = f.tokens * id / of, end = f.tokens * (id + 1) / of;
     double* du = c.sums + 2 * f.width * id;
     if (begin < end)
@@ -116,6 +154,14 @@ struct Arguments {
     }
 };
 
+// u = query * key weight, or the query itself where there is no key weight
+static const float* key_vector(const float* query, const float* key_weight, int64_t width, std::vector<float>& u) {
+    if (!key_weight) return query;
+    u.resize(width);
+    for (int64_t d = 0; d < width; d++) u[d] = query[d] * key_weight[d];
+    return u.data();
+}
+
 // What forward and backward begin with: dtype, sources, strides, tokens, width, query, key_weight, norm_weight.
 struct Inputs {
     std::vector<void*> sources;
@@ -134,14 +180,13 @@ struct Inputs {
         f.norm_weight = a.pointer<float>();
     }
 
-    // u = query * key weight, or the query itself where there is no key weight
-    const float* key_vector(int64_t width) {
-        if (!key_weight) return query;
-        u.resize(width);
-        for (int64_t d = 0; d < width; d++) u[d] = query[d] * key_weight[d];
-        return u.data();
-    }
+    const float* key_vector(int64_t width) { return ::key_vector(query, key_weight, width, u); }
 };
+
+static void run_forward(const Forward& f, int threads) {
+    prefer_large_pages(f.out, result_bytes(f.dtype, f.tokens, f.width));
+    run_team(forward_work, (void*)&f, f.num_sources * f.tokens * f.width, threads);
+}
 
 // forward(dtype, sources, strides, tokens, width, query, key_weight, norm_weight, out, alpha, saved,
 //         eps, scale, norm_eps, gain, threads): pointers as integers, 0 for what is not given
@@ -156,8 +201,79 @@ static PyObject* py_forward(PyObject*, PyObject* const* args, Py_ssize_t count) 
     if (a.failed()) return nullptr;
     Py_BEGIN_ALLOW_THREADS
     f.u = in.key_vector(f.width);
-    run_team(forward_work, &f, f.num_sources * f.tokens * f.width, threads);
+    run_forward(f, threads);
     Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static Torch torch;
+
+// A vector [D] in float32: the tensor's own memory, or a copy in `converted`; null where it is not plain.
+static const float* plain_vector(PyObject* o, const TensorView& like, std::vector<float>& converted) {
+    TensorView v;
+    DType dtype;
+    if (!torch.plain(o, &v) || v.ndim != 1 || v.shape[0] != like.width() || !v.has_dtype(&dtype)) return nullptr;
+    if (dtype == FLOAT32) return (const float*)v.address();
+    const uint16_t* bits = (const uint16_t*)v.address();
+    const int64_t width = v.shape[0];
+    converted.resize(width);
+    float* to = converted.data();
+    if (dtype == BFLOAT16)
+        for (int64_t d = 0; d < width; d++) to[d] = bfloat_to_float(bits[d]);
+    else
+        for (int64_t d = 0; d < width; d++) to[d] = half_to_float(bits[d]);
+    return to;
+}
+
+// read(sources, query, key_weight, norm_weight, eps, scale, norm_eps, sum, threads) -> h, or None where a tensor
+// is not plain, or does not fit the others: the caller then takes the way that copies, or says what is wrong.
+// Nothing is kept for a backward. Here so that a small read costs no Python per source.
+static PyObject* py_read(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    Arguments a = {args, args + count};
+    PyObject *sources = a.take(), *vectors[3] = {a.take(), a.take(), a.take()};
+    Forward f = {};
+    f.eps = a.number(), f.scale = a.number(), f.norm_eps = a.number();
+    bool sum = a.integer();
+    int threads = (int)a.integer();
+    if (a.failed()) return nullptr;
+    bool tuple = PyTuple_CheckExact(sources);
+    if (!tuple && !PyList_CheckExact(sources)) Py_RETURN_NONE;
+    f.num_sources = tuple ? PyTuple_Size(sources) : PyList_Size(sources);
+    std::vector<void*> rows(f.num_sources);
+    TensorView first, other;
+    for (int64_t i = 0; i < f.num_sources; i++) {
+        PyObject* source = tuple ? PyTuple_GetItem(sources, i) : PyList_GetItem(sources, i);
+        TensorView& v = i ? other : first;
+        if (!torch.plain(source, &v) || !v.has_dtype(&f.dtype) || !v.same_as(first)) Py_RETURN_NONE;
+        rows[i] = v.address();
+    }
+    if (!f.num_sources || !first.width()) Py_RETURN_NONE;
+    f.width = first.width(), f.tokens = first.numel() / f.width;
+    f.gain = sum ? f.num_sources : 1;
+    std::vector<float> u, converted[3];
+    const float* found[3];
+    for (int i = 0; i < 3; i++) {
+        found[i] = vectors[i] == Py_None ? nullptr : plain_vector(vectors[i], first, converted[i]);
+        if (!found[i] && (i == 0 || vectors[i] != Py_None)) Py_RETURN_NONE;
+    }
+    f.u = key_vector(found[0], found[1], f.width, u), f.norm_weight = found[2];
+    PyObject* out = PyObject_CallFunctionObjArgs(
+        torch.empty_like, tuple ? PyTuple_GetItem(sources, 0) : PyList_GetItem(sources, 0), nullptr);
+    if (!out || torch.view(out, &other)) {
+        Py_XDECREF(out);
+        return nullptr;
+    }
+    std::vector<int64_t> strides(f.num_sources, f.width);
+    f.sources = rows.data(), f.strides = strides.data(), f.out = other.address();
+    Py_BEGIN_ALLOW_THREADS
+    run_forward(f, threads);
+    Py_END_ALLOW_THREADS
+    return out;
+}
+
+static PyObject* py_connect(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (count != 5) return PyErr_Format(PyExc_TypeError, "connect takes 5 arguments, got %d", (int)count);
+    if (!torch.connect(args)) return nullptr;
     Py_RETURN_NONE;
 }
 
@@ -184,6 +300,7 @@ static PyObject* py_backward(PyObject*, PyObject* const* args, Py_ssize_t count)
     f.u = in.key_vector(f.width);
     std::vector<double> sums(2 * f.width * (threads > 1 ? threads : 1));
     c.sums = sums.data();
+    for (void* d : d_sources) prefer_large_pages(d, result_bytes(f.dtype, f.tokens, f.width));
     run_team(backward_work, &c, f.num_sources * f.tokens * f.width, threads);
     for (size_t t = 1; t < sums.size() / (2 * f.width); t++)
         for (int64_t d = 0; d < 2 * f.width; d++) sums[d] += sums[2 * f.width * t + d];
@@ -233,6 +350,8 @@ static PyObject* py_instruction_set(PyObject*, PyObject*) { return PyUnicode_Fro
 static PyMethodDef methods[] = {
     {"forward", (PyCFunction)(void (*)(void))py_forward, METH_FASTCALL, "depth attention forward"},
     {"backward", (PyCFunction)(void (*)(void))py_backward, METH_FASTCALL, "depth attention backward"},
+    {"read", (PyCFunction)(void (*)(void))py_read, METH_FASTCALL, "depth attention forward of plain tensors"},
+    {"connect", (PyCFunction)(void (*)(void))py_connect, METH_FASTCALL, "how to look into PyTorch's tensors"},
     {"share_threads", py_share_threads, METH_O, "run on PyTorch's OpenMP threads"},
     {"use_instruction_set", py_use, METH_O, "choose among what this machine has"},
     {"instruction_set", py_instruction_set, METH_NOARGS, "name of the instruction set in use"},

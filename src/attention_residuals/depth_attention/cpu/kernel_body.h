@@ -96,7 +96,7 @@ static inline void square_and_dot_piece(const typename S::value* row, const type
     int64_t d = 0;
     for (; d + 4 * WIDTH <= width; d += 4 * WIDTH) {
         for (size_t byte = 0; byte < 4 * WIDTH * sizeof *row; byte += 64)
-            __builtin_prefetch((const char*)(next + d) + byte);
+            __builtin_prefetch((const char*)(next + d) + byte, 0, 2);
         vf a = S::load(row + d), b = S::load(row + d + WIDTH);
         vf c = S::load(row + d + 2 * WIDTH), e = S::load(row + d + 3 * WIDTH);
         s0 += a * a, s1 += b * b, s2 += c * c, s3 += e * e;
@@ -170,6 +170,15 @@ static inline void scale_by(const float* h, float factor, const float* n, int64_
     }
 }
 
+// The row to prefetch beside row i: `ahead` rows on, in this token or the next; the row itself at the end.
+template <class V, class Call>
+static inline const V* upcoming(const Call& f, int64_t token, int64_t end, int64_t i, int64_t ahead) {
+    int64_t source = i + ahead;
+    if (source >= f.num_sources) source -= f.num_sources, token++;
+    if (token >= end) source = i, token = end - 1;
+    return (const V*)f.sources[source] + token * f.strides[source];
+}
+
 template <class S>
 static void forward_tokens(const Forward& f, int64_t begin, int64_t end, float* scratch) {
     typedef typename S::value value;
@@ -178,7 +187,7 @@ static void forward_tokens(const Forward& f, int64_t begin, int64_t end, float* 
     double* score = (double*)(h + padded(D));
     const value** rows = (const value**)(score + N);
     float *r = (float*)(rows + N), *t = r + N, *e = t + N, *weight = e + N;
-    const int64_t group = group_size(D, sizeof(value));
+    const int64_t group = group_size(D, sizeof(value)), ahead = rows_ahead(N, D, sizeof(value));
     const bool through_h = f.norm_weight || N > group;
     for (int64_t token = begin; token < end; token++) {
         value* out = (value*)f.out + token * D;
@@ -189,7 +198,7 @@ static void forward_tokens(const Forward& f, int64_t begin, int64_t end, float* 
             const double before = highest;
             for (int64_t i = first; i < last; i++) {
                 rows[i] = (const value*)f.sources[i] + token * f.strides[i];
-                const value* next = token + 1 < end ? rows[i] + f.strides[i] : rows[i];
+                const value* next = upcoming<value>(f, token, end, i, ahead);
                 float squares, dot;
                 square_and_dot<S>(rows[i], next, f.u, D, &squares, &dot);
                 // In double: an error of a large score would be an error of the weights' exponent.
@@ -240,7 +249,7 @@ static inline float row_dot_piece(const typename S::value* row, const typename S
     int64_t d = 0;
     for (; d + 4 * WIDTH <= width; d += 4 * WIDTH) {
         for (size_t byte = 0; byte < 4 * WIDTH * sizeof *row; byte += 64)
-            __builtin_prefetch((const char*)(next + d) + byte);
+            __builtin_prefetch((const char*)(next + d) + byte, 0, 2);
         d0 += S::load(row + d) * Float32::load(dh + d);
         d1 += S::load(row + d + WIDTH) * Float32::load(dh + d + WIDTH);
         d2 += S::load(row + d + 2 * WIDTH) * Float32::load(dh + d + 2 * WIDTH);
@@ -307,6 +316,7 @@ static void backward_tokens(const Backward& f, int64_t begin, int64_t end, float
     float *dh = scratch, *h = dh + padded(D), *du_part = h + padded(D), *dn_part = du_part + padded(D);
     float *a = dn_part + padded(D), *b = a + N, *c = b + N, *p = c + N;
     const value** rows = (const value**)(p + N);
+    const int64_t ahead = rows_ahead(N, D, sizeof(value));
     memset(du_part, 0, D * sizeof(float));
     memset(dn_part, 0, D * sizeof(float));
     for (int64_t token = begin; token < end; token++) {
@@ -328,7 +338,7 @@ static void backward_tokens(const Backward& f, int64_t begin, int64_t end, float
         }
         int64_t top = 0;
         for (int64_t i = 0; i < N; i++) {
-            const value* next = token + 1 < end ? rows[i] + f.strides[i] : rows[i];
+            const value* next = upcoming<value>(f, token, end, i, ahead);
             p[i] = f.gain * row_dot<S>(rows[i], next, dh, D);
             if (f.d_alpha) p[i] += f.d_alpha[i * T + token];
             if (f.alpha[i * T + token] > f.alpha[top * T + token]) top = i;

@@ -39,6 +39,18 @@ static inline int64_t group_size(int64_t width, size_t bytes) {
     return rows < 4 ? 4 : rows;
 }
 
+// How many rows on to prefetch: far enough to hide the memory, near enough that they stay in the cache.
+static inline int64_t rows_ahead(int64_t num_sources, int64_t width, size_t bytes) {
+    int64_t rows = (int64_t)(64 * 1024) / (int64_t)(width * bytes);
+    return rows < 1 ? 1 : rows < num_sources ? rows : num_sources;
+}
+
+[[maybe_unused]] static inline float bfloat_to_float(uint16_t bfloat) {
+    uint32_t bits = (uint32_t)bfloat << 16;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
 
 [[maybe_unused]] static inline float half_to_float(uint16_t half) {
     uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff, bits;
