@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
+import gc
 import json
 import os
 import platform
@@ -48,6 +50,23 @@ def medians(times: dict[str, list[float]]) -> dict[str, float]:
 def median_ratio(times: dict[str, list[float]], arm: str, against: str) -> float:
     """Median over the rounds of arm / against: drift of the machine cancels within a round."""
     return statistics.median(a / b for a, b in zip(times[arm], times[against], strict=True))
+
+
+def peak_bytes(function: Callable[[], Any]) -> int:
+    """How far the process's memory rises above what it holds before, while `function` runs. Linux only."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew from what is resident
+    before = _status_bytes("VmRSS")
+    function()
+    return _status_bytes("VmHWM") - before
+
+
+def _status_bytes(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return 1024 * int(line.split()[1])
+    raise OSError(f"/proc/self/status has no {name}")
 
 
 def origin() -> dict[str, Any]:

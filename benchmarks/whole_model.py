@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from transformers import DynamicCache, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 import attention_residuals as ar
 from attention_residuals.training.presets import PRESETS
-from benchmarks.timing import alternate, median_ratio, medians, save
+from benchmarks.timing import alternate, median_ratio, medians, peak_bytes, save
 
 PROMPT, DECODED = 512, 8
 MODES: dict[str, dict[str, Any]] = {
@@ -84,7 +85,7 @@ def training_step(model: Any, ids: torch.Tensor) -> Callable[[], None]:
     return run
 
 
-def main(threads: int = 1, runs: int = 7) -> None:
+def main(threads: int = 2, runs: int = 7) -> None:
     torch.set_num_threads(threads)
     figures: dict[str, Any] = {"shape": "0.8B", "prompt": PROMPT, "vocabulary": 32768}
     ids = torch.randint(0, 32768, (1, PROMPT))
@@ -94,6 +95,7 @@ def main(threads: int = 1, runs: int = 7) -> None:
         for what, make in (("prefill", prefill), ("decode", decode)):
             times = alternate({name: make(m, ids) for name, m in models.items()}, runs=runs, warmup=1)
             figures[f"{what} {dtype}".replace("torch.", "")] = _summary(times)
+        figures[f"prefill memory {dtype}".replace("torch.", "")] = _memory(models, ids)
         del models
     models = {name: model.eval() for name, model in build(8, torch.float32, 32768).items()}
     steps = {name: training_step(m, ids) for name, m in models.items()}
@@ -101,6 +103,20 @@ def main(threads: int = 1, runs: int = 7) -> None:
     for name, value in figures.items():
         print(name, value)
     print("written", save("whole_model", figures))
+
+
+def _memory(models: dict[str, Any], ids: torch.Tensor) -> dict[str, Any]:
+    """Peak of a prefill beyond the weights; what ours needs more is counted in tensors [T, D]."""
+    peaks = {
+        name: statistics.median(peak_bytes(prefill(m, ids)) for _ in range(5)) for name, m in models.items()
+    }
+    one = ids.numel() * models["plain"].config.hidden_size * models["plain"].dtype.itemsize
+    plans = {name: models[name].model.depth_plan for name in MODES}
+    return {
+        "peak_mib": {name: round(peak / 2**20, 1) for name, peak in peaks.items()},
+        "sources_more": {name: round((peaks[name] - peaks["plain"]) / one, 2) for name in MODES},
+        "sources_allowed": {name: plan.num_sources(plan.num_reads - 1) for name, plan in plans.items()},
+    }
 
 
 def _summary(times: dict[str, list[float]]) -> dict[str, Any]:
