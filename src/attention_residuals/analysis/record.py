@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_residuals.models.families import FAMILIES
+from attention_residuals.models.mixins import AttnResBackbone, family_of
 from attention_residuals.models.model_pass import DepthTrace
 from attention_residuals.plan import DepthPlan
 
@@ -82,7 +82,7 @@ def record_depth_weights(model: Any) -> Iterator[DepthRecord]:
         TypeError: the model has no depth plan.
         ValueError: the model is in standard mode and has no reads.
     """
-    backbone = getattr(model, "base_model", model)
+    backbone = next((m for m in model.modules() if isinstance(m, AttnResBackbone)), model)
     plan = getattr(backbone, "depth_plan", None)
     if plan is None:
         raise TypeError(f"{type(model).__name__} has no attention residuals; nothing to record")
@@ -100,7 +100,7 @@ def record_depth_weights(model: Any) -> Iterator[DepthRecord]:
 
 def read_names(backbone: Any) -> list[str]:
     """A name per read: the layer's number and its sublayer, then "final"."""
-    family = FAMILIES[backbone.config.family]
+    family = family_of(backbone.config)
     names = []
     for i, layer in enumerate(getattr(backbone, family.layers)):
         mixer = next((name for attribute, name in family.mixer_names if hasattr(layer, attribute)), "mixer")

@@ -126,7 +126,7 @@ def seconds_per_step(settings: TrainSettings) -> float:
     """Time of a forward and backward pass of the demo's model: the better of two, after one to warm up."""
     import torch
 
-    from attention_residuals.models.auto import Qwen3_5AttnResConfig, Qwen3_5AttnResForCausalLM
+    from attention_residuals import Qwen3_5AttnResConfig, Qwen3_5AttnResForCausalLM
     from attention_residuals.training.presets import PRESETS
 
     fields = {**PRESETS["tiny"].fields, "vocab_size": VOCABULARY, "attn_res": settings.attn_res_fields()}

@@ -1,231 +1,223 @@
-"""Config and model classes per family, registered with transformers' Auto classes on import.
+"""From a plain architecture of transformers to ours: config and model classes, known to the Auto classes.
 
 Each class is the plain one of transformers plus reads. `config.attn_res` holds the fields of `AttnResConfig`;
-with mode "standard" nothing is changed at all. Annotations are evaluated here, since transformers reads
-`config` from them.
+with mode "standard" nothing is changed at all. Classes are made when somebody asks for them, by name
+(`Qwen3_5AttnResForCausalLM`), by plain class or by model type, so that importing this costs no modeling file.
 """
 
+from __future__ import annotations
+
+import functools
+import sys
 from typing import Any, ClassVar
 
-from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForImageTextToText,
+    AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    LlamaModel,
-    Qwen3_5ForCausalLM,
-    Qwen3_5TextConfig,
-    Qwen3_5TextModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3ForSequenceClassification,
-    Qwen3Model,
+    AutoModelForTokenClassification,
 )
-from transformers import initialization as init
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextForSequenceClassification
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from attention_residuals.config import AttnResConfig
-from attention_residuals.models.attach import attach
-from attention_residuals.models.families import FAMILIES
+from attention_residuals.models.families import COMPOSITES, FAMILIES
 from attention_residuals.models.forward import backbone_forward, head_forward
-from attention_residuals.plan import DepthPlan
-from attention_residuals.read import DepthRead
-from attention_residuals.schedule import ReadGroup, least_traffic_groups
+from attention_residuals.models.mixins import (
+    AttnResBackbone,
+    AttnResConfigMixin,
+    AttnResHead,
+)
+
+OURS = "_attn_res"
+AUTOS = (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoModelForQuestionAnswering,
+    AutoModelForImageTextToText,
+    AutoModelForImageClassification,
+)
 
 
-class AttnResConfigMixin:
-    """Adds the field `attn_res`: the settings of `AttnResConfig` as a dict, validated at once."""
-
-    family: ClassVar[str]
-    # Hugging Face's pipeline parallelism ships hidden states only, not the blocks.
-    base_model_pp_plan: ClassVar[Any] = None
-
-    attn_res: dict[str, Any] | None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        self.attn_res = AttnResConfig.from_dict(self.attn_res or {}).to_dict()
-        super().__post_init__(**kwargs)  # type: ignore[misc]
+def our_model_type(plain_type: str) -> str:
+    """qwen3_5_text -> qwen3_5_attn_res; qwen3_5, with a vision tower -> qwen3_5_multimodal_attn_res."""
+    return (
+        f"{plain_type}_multimodal" if plain_type in COMPOSITES else plain_type.removesuffix("_text")
+    ) + OURS
 
 
-class _Reads:
-    """What every model of ours shares: how reads are initialised, and what is refused."""
-
-    _pp_plan: ClassVar[Any] = None
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, DepthRead):
-            init.zeros_(module.query)
-            init.ones_(module.key_weight)
-        else:
-            super()._init_weights(module)  # type: ignore[misc]
-
-    @classmethod
-    def prepare_distribute_model(cls, distributed_config: Any, device_map: Any = None) -> Any:
-        pp_size = distributed_config.get("pp_size") if isinstance(distributed_config, dict) else None
-        pp_size = getattr(distributed_config, "pp_size", pp_size)
-        if pp_size is not None and pp_size > 1:
-            raise ValueError(
-                f"pp_size must be 1, got {pp_size}: transformers' pipeline parallelism sends only hidden "
-                "states from stage to stage, but depth attention needs the blocks as well"
-            )
-        return super().prepare_distribute_model(distributed_config, device_map)  # type: ignore[misc]
+def plain_model_type(our_type: str) -> str | None:
+    """The model type that `our_model_type` was given, or None for a type that isn't ours."""
+    if not our_type.endswith(OURS):
+        return None
+    stem = our_type.removesuffix(OURS)
+    for plain_type in (f"{stem}_text", stem, stem.removesuffix("_multimodal")):
+        if plain_type in CONFIG_MAPPING_NAMES and our_model_type(plain_type) == our_type:
+            return plain_type
+    return None
 
 
-class AttnResBackbone(_Reads):
-    """Mixin of a backbone (embedding, layers, final norm) with reads.
+def _stem(plain_type: str) -> str:
+    """What class names of ours begin with: Qwen3_5 for Qwen3_5TextConfig."""
+    stem = CONFIG_MAPPING_NAMES[plain_type].removesuffix("Config")
+    return f"{stem}Multimodal" if plain_type in COMPOSITES else stem.removesuffix("Text")
 
-    Attributes:
-        depth_plan: which sources each read sees.
-        read_groups: which reads share a first phase where they run in two; none under "per_read".
-        depth_records: lists that receive a `DepthTrace` of every forward; empty when nobody looks.
+
+@functools.cache
+def config_class(plain_type: str) -> Any:
+    """Our config class of an architecture, e.g. `Qwen3_5AttnResConfig` of "qwen3_5_text".
+
+    The Auto classes then know it, and with it each model class that they know the plain config with.
     """
-
-    depth_plan: DepthPlan
-    read_groups: tuple[ReadGroup, ...]
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)  # type: ignore[call-arg]
-        attach_to_backbone(self)
-
-
-class AttnResHead(_Reads):
-    """Mixin of a model with a head: swaps its plain backbone for the one with reads."""
-
-    attn_res_backbone: ClassVar[type[nn.Module]]
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)  # type: ignore[call-arg]
-        backbone: Any = self.base_model  # type: ignore[attr-defined]
-        if not isinstance(backbone, AttnResBackbone):
-            backbone.__class__ = self.attn_res_backbone
-            # transformers looks up what a model can record by its class, and notes the class in __init__.
-            _CAN_RECORD_REGISTRY[backbone] = backbone._can_record_outputs
-            attach_to_backbone(backbone)
+    plain, ours = CONFIG_MAPPING[plain_type], _config_class(plain_type)
+    CONFIG_MAPPING.register(ours.model_type, ours, exist_ok=True)
+    mapping = get_checkpoint_conversion_mapping(plain_type)
+    if mapping is not None:  # e.g. the prefix of multimodal Qwen3.5 checkpoints
+        register_checkpoint_conversion_mapping(ours.model_type, mapping, overwrite=True)
+    for auto in AUTOS:
+        if plain in auto._model_mapping:
+            ours_of_it = model_class(auto._model_mapping[plain], plain_type)
+            # Not auto.register, which refuses a composite's language model class, as transformers has it.
+            auto._model_mapping.register(ours, ours_of_it, exist_ok=True)
+    return ours
 
 
-def attach_to_backbone(backbone: Any) -> None:
-    """Attach reads according to `backbone.config.attn_res`."""
-    config = AttnResConfig.from_dict(backbone.config.attn_res)
-    backbone.depth_plan = attach(backbone, config, FAMILIES[backbone.config.family])
-    per_read = config.read_schedule == "per_read"
-    backbone.read_groups = () if per_read else least_traffic_groups(backbone.depth_plan)
-    backbone.depth_records = []
+@functools.cache
+def _config_class(plain_type: str) -> Any:
+    plain = CONFIG_MAPPING[plain_type]
+    fields: dict[str, Any] = {"model_type": our_model_type(plain_type)}
+    bases: tuple[type, ...] = (plain,)
+    if plain_type in COMPOSITES:
+        text = config_class(COMPOSITES[plain_type].text_type)
+        fields["base_model_pp_plan"] = None
+        fields["sub_configs"] = {**plain.sub_configs, "text_config": text}
+    else:
+        bases = (AttnResConfigMixin, plain)
+        fields |= {"family": plain_type, "attn_res": None, "attn_res_family": None}
+        fields["__annotations__"] = {
+            "family": ClassVar[str],
+            "attn_res": dict[str, Any] | None,
+            "attn_res_family": dict[str, Any] | None,
+        }
+    return _make_class(
+        f"{_stem(plain_type)}AttnResConfig", bases, fields, f"`{plain.__name__}` with `attn_res`."
+    )
 
 
-class Qwen3_5AttnResConfig(AttnResConfigMixin, Qwen3_5TextConfig):
-    """`Qwen3_5TextConfig` with `attn_res`, e.g. `Qwen3_5AttnResConfig(attn_res={"mode": "full"})`."""
-
-    model_type = "qwen3_5_attn_res"
-    family: ClassVar[str] = "qwen3_5_text"
-    attn_res: dict[str, Any] | None = None
-
-
-class Qwen3_5AttnResModel(AttnResBackbone, Qwen3_5TextModel):
-    config: Qwen3_5AttnResConfig
-    forward = backbone_forward(Qwen3_5TextModel.forward)
-
-
-class Qwen3_5AttnResForCausalLM(AttnResHead, Qwen3_5ForCausalLM):
-    """Qwen3.5 language model whose residual additions are reads: drop-in for `Qwen3_5ForCausalLM`."""
-
-    config: Qwen3_5AttnResConfig
-    attn_res_backbone = Qwen3_5AttnResModel
-    forward = head_forward(Qwen3_5ForCausalLM.forward)
-
-
-class Qwen3_5AttnResForSequenceClassification(AttnResHead, Qwen3_5TextForSequenceClassification):
-    config: Qwen3_5AttnResConfig
-    attn_res_backbone = Qwen3_5AttnResModel
-    forward = head_forward(Qwen3_5TextForSequenceClassification.forward)
+@functools.cache
+def model_class(plain: Any, plain_type: str) -> Any:
+    """Our class of a plain model class, e.g. `Qwen3_5AttnResForCausalLM` of `Qwen3_5ForCausalLM`."""
+    composite = COMPOSITES.get(plain_type)
+    if composite is not None and plain.config_class is CONFIG_MAPPING[composite.text_type]:
+        return model_class(plain, composite.text_type)  # the language model alone, from a checkpoint of all
+    stem = CONFIG_MAPPING_NAMES[plain_type].removesuffix("Config")
+    suffix = plain.__name__.removeprefix(stem).removeprefix(stem.removesuffix("Text")).removeprefix("Text")
+    name = f"{_stem(plain_type)}AttnRes{suffix}"
+    text = f"`{plain.__name__}` whose residual additions are reads."
+    fields: dict[str, Any] = {"__annotations__": {"config": _config_class(plain_type)}}
+    if composite is not None:
+        fields["attn_res_path"] = composite.path_in(plain)
+        fields["attn_res_backbone"] = _backbone_class(composite.text_type)
+        return _make_class(name, (AttnResHead, plain), fields, text)
+    if plain is _plain_backbone(plain_type):
+        fields["forward"] = backbone_forward(plain.forward)
+        return _make_class(name, (AttnResBackbone, plain), fields, text)
+    fields["forward"] = head_forward(plain.forward)
+    fields["attn_res_backbone"] = _backbone_class(plain_type)
+    return _make_class(name, (AttnResHead, plain), fields, text)
 
 
-class LlamaAttnResConfig(AttnResConfigMixin, LlamaConfig):
-    model_type = "llama_attn_res"
-    family: ClassVar[str] = "llama"
-    attn_res: dict[str, Any] | None = None
+def causal_lm_class(config: Any) -> Any:
+    """Our language model class of one of our configs."""
+    return AutoModelForCausalLM._model_mapping[type(config)]
 
 
-class LlamaAttnResModel(AttnResBackbone, LlamaModel):
-    config: LlamaAttnResConfig
-    forward = backbone_forward(LlamaModel.forward)
+def _plain_backbone(plain_type: str) -> Any:
+    return AutoModel._model_mapping[CONFIG_MAPPING[plain_type]]
 
 
-class LlamaAttnResForCausalLM(AttnResHead, LlamaForCausalLM):
-    config: LlamaAttnResConfig
-    attn_res_backbone = LlamaAttnResModel
-    forward = head_forward(LlamaForCausalLM.forward)
+def _backbone_class(plain_type: str) -> Any:
+    return model_class(_plain_backbone(plain_type), plain_type)
 
 
-class LlamaAttnResForSequenceClassification(AttnResHead, LlamaForSequenceClassification):
-    config: LlamaAttnResConfig
-    attn_res_backbone = LlamaAttnResModel
-    forward = head_forward(LlamaForSequenceClassification.forward)
+def _make_class(name: str, bases: tuple[type, ...], fields: dict[str, Any], text: str) -> Any:
+    made = type(name, bases, {"__module__": __name__, "__qualname__": name, "__doc__": text, **fields})
+    setattr(sys.modules[__name__], name, made)  # where pickle looks
+    return made
 
 
-class Qwen3AttnResConfig(AttnResConfigMixin, Qwen3Config):
-    model_type = "qwen3_attn_res"
-    family: ClassVar[str] = "qwen3"
-    attn_res: dict[str, Any] | None = None
+def our_config(plain_config: Any, settings: AttnResConfig, family: dict[str, Any] | None = None) -> Any:
+    """Our config with every field of a plain one, a composite's text part included.
+
+    Args:
+        family: where a recognised architecture keeps its parts; None for those in the table.
+    """
+    fields = plain_config.to_dict()
+    fields.pop("model_type")
+    added = {"attn_res": settings.to_dict()} | ({} if family is None else {"attn_res_family": family})
+    if plain_config.model_type in COMPOSITES:
+        fields["text_config"] = our_config(plain_config.text_config, settings)
+    else:
+        fields |= added
+    ours = config_class(plain_config.model_type)(**fields)
+    ours._attn_implementation = plain_config._attn_implementation
+    return ours
 
 
-class Qwen3AttnResModel(AttnResBackbone, Qwen3Model):
-    config: Qwen3AttnResConfig
-    forward = backbone_forward(Qwen3Model.forward)
+def plain_config(ours: Any) -> Any:
+    """The plain config inside one of ours; `our_config` the other way round."""
+    plain_type = plain_model_type(ours.model_type)
+    if plain_type is None:
+        raise TypeError(f"{type(ours).__name__} has no attention residuals")
+    fields = ours.to_dict()
+    for name in ("model_type", "attn_res", "attn_res_family"):
+        fields.pop(name, None)
+    if plain_type in COMPOSITES:
+        fields["text_config"] = plain_config(ours.text_config)
+    plain = CONFIG_MAPPING[plain_type](**fields)
+    plain._attn_implementation = ours._attn_implementation
+    return plain
 
 
-class Qwen3AttnResForCausalLM(AttnResHead, Qwen3ForCausalLM):
-    config: Qwen3AttnResConfig
-    attn_res_backbone = Qwen3AttnResModel
-    forward = head_forward(Qwen3ForCausalLM.forward)
+class _LazyConfigs(dict[str, Any]):
+    """What transformers' config mapping holds beside its own: our model types, made when asked for."""
+
+    def __contains__(self, model_type: object) -> bool:
+        return super().__contains__(model_type) or (
+            isinstance(model_type, str) and plain_model_type(model_type) is not None
+        )
+
+    def __getitem__(self, model_type: str) -> Any:
+        if not super().__contains__(model_type) and (plain_type := plain_model_type(model_type)):
+            return config_class(plain_type)
+        return super().__getitem__(model_type)
 
 
-class Qwen3AttnResForSequenceClassification(AttnResHead, Qwen3ForSequenceClassification):
-    config: Qwen3AttnResConfig
-    attn_res_backbone = Qwen3AttnResModel
-    forward = head_forward(Qwen3ForSequenceClassification.forward)
+def __getattr__(name: str) -> Any:
+    """`Qwen3_5AttnResForCausalLM` and its like, for every family."""
+    stem, ours, suffix = name.partition("AttnRes")
+    if ours and not name.startswith("_"):
+        for plain_type in (*FAMILIES, *COMPOSITES, *CONFIG_MAPPING_NAMES):
+            if _stem(plain_type) == stem:
+                made = config_class(plain_type)  # and with it the models of this architecture
+                found = made if suffix == "Config" else vars(sys.modules[__name__]).get(name)
+                if found is not None:
+                    return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _register() -> None:
-    """Make the Auto classes know our model types; importing twice is harmless."""
-    rows = (
-        (
-            Qwen3_5AttnResConfig,
-            Qwen3_5AttnResModel,
-            Qwen3_5AttnResForCausalLM,
-            Qwen3_5AttnResForSequenceClassification,
-        ),
-        (
-            LlamaAttnResConfig,
-            LlamaAttnResModel,
-            LlamaAttnResForCausalLM,
-            LlamaAttnResForSequenceClassification,
-        ),
-        (
-            Qwen3AttnResConfig,
-            Qwen3AttnResModel,
-            Qwen3AttnResForCausalLM,
-            Qwen3AttnResForSequenceClassification,
-        ),
-    )
-    autos = (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification)
-    for config_class, *model_classes in rows:
-        if config_class.model_type not in CONFIG_MAPPING:  # an exported copy leaves the package's
-            AutoConfig.register(config_class.model_type, config_class)
-        for auto, model_class in zip(autos, model_classes, strict=True):
-            auto.register(config_class, model_class, exist_ok=True)
-        mapping = get_checkpoint_conversion_mapping(config_class.family)
-        if mapping is not None:  # e.g. the prefix of multimodal Qwen3.5 checkpoints
-            register_checkpoint_conversion_mapping(config_class.model_type, mapping, overwrite=True)
+    """Make transformers know our model types; an exported copy of this file leaves the package's in place."""
+    if type(CONFIG_MAPPING._extra_content).__name__ != _LazyConfigs.__name__:
+        CONFIG_MAPPING._extra_content = _LazyConfigs(CONFIG_MAPPING._extra_content)
 
 
 _register()

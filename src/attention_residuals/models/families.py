@@ -40,13 +40,49 @@ class Family:
     norm_weight: Callable[[nn.Module], tuple[Tensor, float]] | None = _rms_norm
     mixer_names: tuple[tuple[str, str], ...] = (("self_attn", "attention"),)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The names alone, as JSON values: what `config.json` keeps of a recognised architecture."""
+        return {name: getattr(self, name) for name in ("layers", "pre_norms", "final_norm")}
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Family:
+        """A row without the norms' scale, so that each norm computes itself after its read."""
+        names = {name: fields[name] for name in ("layers", "final_norm")}
+        return cls(**names, pre_norms=tuple(fields["pre_norms"]), norm_weight=None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Composite:
+    """A model that holds a language model beside other towers.
+
+    Attributes:
+        text_type: model type of the language model; a key of `FAMILIES`.
+        path: where the language model is in the model without a head.
+    """
+
+    text_type: str
+    path: str = "language_model"
+
+    def path_in(self, plain: Any) -> str:
+        """Where the language model is in a class of this architecture, with or without a head."""
+        return self.path if plain.__name__.endswith("Model") else f"{plain.base_model_prefix}.{self.path}"
+
+
+_QWEN3_5 = Family(
+    norm_weight=_zero_centred_rms_norm,
+    mixer_names=(("self_attn", "attention"), ("linear_attn", "delta net")),
+)
 
 # model_type of the plain architecture -> its row
 FAMILIES: dict[str, Family] = {
-    "qwen3_5_text": Family(
-        norm_weight=_zero_centred_rms_norm,
-        mixer_names=(("self_attn", "attention"), ("linear_attn", "delta net")),
-    ),
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": _QWEN3_5,
     "llama": Family(),
     "qwen3": Family(),
+}
+
+# model_type of the whole -> where its language model is
+COMPOSITES: dict[str, Composite] = {
+    "qwen3_5": Composite(text_type="qwen3_5_text"),
+    "qwen3_5_moe": Composite(text_type="qwen3_5_moe_text"),
 }

@@ -14,7 +14,7 @@ from transformers.utils import ModelOutput
 from transformers.utils.output_capturing import resolve_hidden_states_indices, selected_hidden_states
 
 from attention_residuals.models.attach import reads_in_order
-from attention_residuals.models.families import FAMILIES
+from attention_residuals.models.mixins import family_of
 from attention_residuals.models.model_pass import DepthTrace, Phases, model_pass
 from attention_residuals.models.outputs import with_depth_weights
 
@@ -73,7 +73,7 @@ def backbone_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         traces = getattr(_LOCAL, "traces", None)
         sinks = [sink for sink in (traces, *self.depth_records) if sink is not None]
         record = bool(want_weights or sinks or (hidden is not None and hidden is not False))
-        reads = functools.partial(reads_in_order, self, FAMILIES[self.config.family])
+        reads = functools.partial(reads_in_order, self, family_of(self.config))
         always = self.depth_plan.config.read_schedule == "two_phase"
         with model_pass(record, Phases(self.read_groups, reads, always)) as current:
             outputs = base(self, *args, output_hidden_states=False, return_dict=True, **kwargs)
@@ -120,6 +120,10 @@ def _refuse_packing(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     attention_mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
     if position_ids is None or attention_mask is not None or "cu_seq_lens_q" in kwargs:
         return
+    if position_ids.ndim == 3:  # rotary positions in space; with a fourth plane the first one counts tokens
+        if position_ids.shape[0] != 4:
+            return
+        position_ids = position_ids[0]
     if torch.compiler.is_compiling() or "linear_attention" not in (
         getattr(model.config, "layer_types", None) or ()
     ):

@@ -12,25 +12,12 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrain
 
 from attention_residuals.config import AttnResConfig
 from attention_residuals.errors import UserError
-from attention_residuals.models.auto import (
-    LlamaAttnResConfig,
-    LlamaAttnResForCausalLM,
-    Qwen3_5AttnResConfig,
-    Qwen3_5AttnResForCausalLM,
-    Qwen3AttnResConfig,
-    Qwen3AttnResForCausalLM,
-)
+from attention_residuals.models.auto import causal_lm_class, config_class, plain_model_type
+from attention_residuals.models.families import FAMILIES
 from attention_residuals.training.presets import PRESETS
 from attention_residuals.training.settings import TrainSettings
 
 ROUND_VOCABULARY_TO = 64  # rows of the embedding are rounded up to this, which matrix kernels like
-# model type, plain or with reads -> the classes with reads
-CLASSES: dict[str, tuple[Any, Any]] = {
-    "qwen3_5_text": (Qwen3_5AttnResConfig, Qwen3_5AttnResForCausalLM),
-    "qwen3": (Qwen3AttnResConfig, Qwen3AttnResForCausalLM),
-    "llama": (LlamaAttnResConfig, LlamaAttnResForCausalLM),
-}
-CLASSES |= {config.model_type: (config, model) for config, model in tuple(CLASSES.values())}
 
 
 def make_config(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
@@ -57,9 +44,9 @@ def make_config(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> 
     fields["vocab_size"] = fields["vocab_size"] if keeps_rows else rows
     fields |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     fields["attn_res"] = fields.get("attn_res", {}) | settings.attn_res_fields()
-    config_class, _ = CLASSES[fields.pop("model_type", "qwen3_5_text")]
+    model_type = fields.pop("model_type", "qwen3_5_text")
     try:
-        return config_class(**fields)
+        return config_class(_family(model_type))(**fields)
     except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
         raise UserError(f"the model's configuration does not hold: {error}") from error
 
@@ -72,7 +59,7 @@ def make_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrainedM
     Raises:
         UserError: the saved weights are damaged or do not fit the configuration.
     """
-    model_class = CLASSES[config.model_type][1]
+    model_class = causal_lm_class(config)
     torch.manual_seed(settings.seed)
     if settings.from_checkpoint is None:
         return model_class(config)
@@ -91,6 +78,12 @@ def make_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrainedM
     return model
 
 
+def _family(model_type: str) -> str | None:
+    """The family of a model type, plain or with reads, or None where it has no row."""
+    plain_type = plain_model_type(model_type) or model_type
+    return plain_type if plain_type in FAMILIES else None
+
+
 def _read_fields(path: str) -> dict[str, Any]:
     try:
         fields = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -99,9 +92,9 @@ def _read_fields(path: str) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise UserError(f"--model-config {path} must hold an object, got {type(fields).__name__}")
     model_type = fields.get("model_type", "qwen3_5_text")
-    if model_type not in CLASSES:
+    if _family(model_type) is None:
         raise UserError(
-            f"--model-config {path} has model_type {model_type!r}; supported are {', '.join(CLASSES)}"
+            f"--model-config {path} has model_type {model_type!r}; supported are {', '.join(FAMILIES)}"
         )
     # what a saved config.json says about its file rather than about the model
     for name in ("architectures", "transformers_version", "dtype", "torch_dtype"):
@@ -116,9 +109,9 @@ def _saved_config(folder: str, given: dict[str, Any]) -> PreTrainedConfig:
     except (OSError, ValueError) as error:
         raise UserError(f"--from {folder} could not be loaded: {str(error).splitlines()[0]}") from error
     saved = saved.get_text_config()
-    if saved.model_type not in CLASSES:
+    if _family(saved.model_type) is None:
         raise UserError(
-            f"--from {folder} is of type {saved.model_type!r}; supported are {', '.join(CLASSES)}"
+            f"--from {folder} is of type {saved.model_type!r}; supported are {', '.join(FAMILIES)}"
         )
     fields = saved.to_dict()
     has_reads = (fields.get("attn_res") or {"mode": "standard"})["mode"] != "standard"
@@ -136,4 +129,4 @@ def _saved_config(folder: str, given: dict[str, Any]) -> PreTrainedConfig:
     fields["attn_res"] = attn_res if given else {"mode": "standard"}
     for name in ("model_type", "architectures", "transformers_version"):
         fields.pop(name, None)
-    return CLASSES[saved.model_type][0](**fields)
+    return config_class(_family(saved.model_type))(**fields)

@@ -14,9 +14,10 @@ from rich.console import Console
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from attention_residuals.errors import UserError
+from attention_residuals.models.auto import causal_lm_class
 from attention_residuals.training.data import TokenData, make_token_data
 from attention_residuals.training.documents import Documents
-from attention_residuals.training.model import CLASSES, make_config
+from attention_residuals.training.model import make_config
 from attention_residuals.training.optimizer import parameter_groups
 from attention_residuals.training.presets import PRESETS
 from attention_residuals.training.run_folder import RunFolder
@@ -138,7 +139,7 @@ def _announce(
 ) -> dict[str, int]:
     """Print the summary, before any weight takes memory; returns the model's parameter counts."""
     with torch.device("meta"):
-        shape = CLASSES[config.model_type][1](config)
+        shape = causal_lm_class(config)(config)
     groups = parameter_groups(
         shape,
         weight_decay=settings.weight_decay,

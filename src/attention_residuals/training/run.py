@@ -21,13 +21,14 @@ from rich.console import Console
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attention_residuals.errors import UserError
+from attention_residuals.models.auto import causal_lm_class
 from attention_residuals.training.checkpoints import (
     complete_checkpoints,
     latest_checkpoint,
     remove_incomplete,
     step_of,
 )
-from attention_residuals.training.model import CLASSES, make_model
+from attention_residuals.training.model import make_model
 from attention_residuals.training.prepare import Prepared, prepare
 from attention_residuals.training.progress import ProgressReport
 from attention_residuals.training.run_folder import RunFolder
@@ -220,7 +221,7 @@ def _report(prepared: Prepared, folder: RunFolder, console: Console) -> Path | N
 
 def _empty(config: PreTrainedConfig) -> PreTrainedModel:
     """A model whose weights the checkpoint is about to replace."""
-    return CLASSES[config.model_type][1](config)
+    return causal_lm_class(config)(config)
 
 
 def set_threads(settings: TrainSettings) -> None:
