@@ -9,6 +9,8 @@ import pytest
 import tiny
 import torch
 
+import attention_residuals as ar
+
 BLOCK = {"mode": "block", "sublayers_per_block": 3}
 
 
@@ -38,6 +40,61 @@ def test_fullgraph_with_outputs():
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
     for one, other in zip(found.hidden_states, expected.hidden_states, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+class Graphs:
+    """A backend that runs what it is given and counts it."""
+
+    def __init__(self):
+        torch._dynamo.reset()
+        self.count = 0
+
+    def __call__(self, graph, inputs):
+        self.count += 1
+        return graph.forward
+
+
+def test_a_deep_full_model_is_one_graph():
+    """Case O5: reads of 2 to 49 sources are nodes of one graph; other lengths share a second one."""
+    model, graphs = tiny.trained_model({"mode": "full"}, "llama", layers=24), Graphs()
+    compiled = torch.compile(model, fullgraph=True, backend=graphs)
+    with torch.no_grad():
+        for tokens, graphs_so_far in ((11, 1), (11, 1), (7, 2), (9, 2), (13, 2)):
+            ids = tiny.token_ids(2, tokens)
+            torch.testing.assert_close(
+                compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits, rtol=0, atol=1e-6
+            )
+            assert graphs.count == graphs_so_far, tokens
+
+
+def test_a_compiled_operator_has_one_graph_per_source_count():
+    """Case O5: N tensors are N inputs, so one graph per N is needed, and no more at any number of tokens."""
+    graphs, counts = Graphs(), range(2, 9)
+    compiled = torch.compile(ar.depth_attention, fullgraph=True, backend=graphs, dynamic=True)
+    query = torch.randn(8)
+    for tokens in (5, 6, 9):
+        for count in counts:
+            sources = [torch.randn(2, tokens, 8) for _ in range(count)]
+            torch.testing.assert_close(compiled(sources, query), ar.depth_attention(sources, query))
+    assert graphs.count == len(counts)
+
+
+def test_layers_compiled_one_by_one_share_graphs():
+    """Case O5: as many graphs as there are different layers: by blocks that come in and blocks that close."""
+    model, graphs = (
+        tiny.trained_model({"mode": "block", "sublayers_per_block": 4}, "llama", layers=8),
+        Graphs(),
+    )
+    ids = tiny.token_ids()
+    expected = model(ids, use_cache=False).logits
+    for layer in model.model.layers:
+        layer.compile(backend=graphs, fullgraph=True)
+    with torch.no_grad():
+        for _ in range(2):
+            found = model(ids, use_cache=False).logits
+            assert (found - expected).abs().max() <= 1e-6
+    # Every second layer opens a block: blocks 1, 1, 2, 2, ... of which the first also lacks its first read.
+    assert graphs.count <= 8
 
 
 @pytest.mark.slow
