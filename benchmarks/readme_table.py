@@ -17,7 +17,11 @@ def render() -> str:
     """The section's text, from the results that are there."""
     parts = [
         make(json.loads(path.read_text(encoding="utf-8")))
-        for name, make in (("small_model", _small_model), ("operator", _operator))
+        for name, make in (
+            ("whole_model", _whole_model),
+            ("small_model", _small_model),
+            ("operator", _operator),
+        )
         if (path := RESULTS / f"{name}.json").exists()
     ]
     return "\n\n".join(parts)
@@ -42,6 +46,26 @@ def _origin(results: dict[str, Any]) -> str:
         f"`{o['command']}`, commit {o['commit']}, {o['date']}, {o['machine']}, {threads}, "
         f"torch {o['torch']}; medians of alternating runs."
     )
+
+
+def _whole_model(results: dict[str, Any]) -> str:
+    rows = [
+        f"The {results['shape']} shape (24 layers, width 1024) with random weights against transformers' "
+        f"own Qwen3.5 in the same process: a prefill of {results['prompt']} tokens, decoding, and a training "
+        "step of 8 layers:",
+        "",
+        "| | plain Qwen3.5 | 8 blocks | Full |",
+        "|---|---|---|---|",
+    ]
+    for name, figures in results.items():
+        if isinstance(figures, dict) and "ratio_to_plain" in figures:
+            ratio = figures["ratio_to_plain"]
+            plain = figures["median_ms"]["plain"]
+            rows.append(f"| {name} | {plain:.0f} ms | {ratio['block']:.3f} x | {ratio['full']:.3f} x |")
+        elif isinstance(figures, dict) and "peak_mib" in figures:
+            plain, block, full = (figures["peak_mib"][arm] for arm in ("plain", "block", "full"))
+            rows.append(f"| {name} | {plain:.0f} MiB | {block - plain:+.0f} MiB | {full - plain:+.0f} MiB |")
+    return "\n".join([*rows, "", _origin(results)])
 
 
 def _small_model(results: dict[str, Any]) -> str:

@@ -99,7 +99,7 @@ def main(threads: int = 2, runs: int = 7) -> None:
         del models
     models = {name: model.eval() for name, model in build(8, torch.float32, 32768).items()}
     steps = {name: training_step(m, ids) for name, m in models.items()}
-    figures["training step of 8 layers, float32"] = _summary(alternate(steps, runs=runs, warmup=1))
+    figures["training step of 8 layers, float32"] = _summary(alternate(steps, runs=runs, warmup=2))
     for name, value in figures.items():
         print(name, value)
     print("written", save("whole_model", figures))

@@ -4,6 +4,7 @@ from typing import Any
 
 from attention_residuals.analysis.record import DepthRecord, record_depth_weights
 from attention_residuals.config import AttnResConfig
+from attention_residuals.convert import convert
 from attention_residuals.depth_attention import available_backends, depth_attention
 from attention_residuals.plan import DepthPlan
 from attention_residuals.read import DepthRead
@@ -32,6 +33,7 @@ __all__ = [
     "Qwen3_5AttnResModel",
     "ResidualStream",
     "available_backends",
+    "convert",
     "depth_attention",
     "record_depth_weights",
 ]

@@ -8,10 +8,6 @@ from collections.abc import Sequence
 
 from attention_residuals.plan import DepthPlan
 
-# A group begins with a decoder layer: its first phase runs before the layer's call, which may be checkpointed
-# (and then runs again, in backward), and needs blocks that have closed by then.
-SUBLAYERS_PER_LAYER = 2
-
 
 @dataclasses.dataclass(frozen=True)
 class ReadGroup:
@@ -52,13 +48,15 @@ class Traffic:
         return self.phase_1_reads + self.phase_1_writes + self.phase_2_reads + self.phase_2_writes
 
 
-def read_groups(plan: DepthPlan, blocks_per_group: int) -> tuple[ReadGroup, ...]:
+def read_groups(
+    plan: DepthPlan, blocks_per_group: int, sublayers_per_layer: int = 2
+) -> tuple[ReadGroup, ...]:
     """Groups of `blocks_per_group` blocks each, the last one perhaps shorter.
 
     The paper's two-phase schedule has one block a group in block mode, and S sublayers a group in full mode,
-    where a block is one sublayer (arXiv 2603.15031). Where a block begins inside a decoder layer, the group
-    begins with the next layer; until then the previous group's reads take the new block as a source of their
-    own.
+    where a block is one sublayer (arXiv 2603.15031). A group begins with a layer: its first phase runs before
+    the layer's call, which may be checkpointed (and then runs again, in backward). Where a block begins
+    inside a layer, the previous group's reads take it as a source of their own until the next layer.
 
     Raises:
         ValueError: `blocks_per_group` is below 1.
@@ -67,7 +65,7 @@ def read_groups(plan: DepthPlan, blocks_per_group: int) -> tuple[ReadGroup, ...]
         raise ValueError(f"blocks_per_group must be at least 1, got {blocks_per_group}")
     length = blocks_per_group * plan.sublayers_per_block
     begins = range(0, plan.num_sublayers, length)
-    starts = {-(-at // SUBLAYERS_PER_LAYER) * SUBLAYERS_PER_LAYER for at in begins}
+    starts = {-(-at // sublayers_per_layer) * sublayers_per_layer for at in begins}
     bounds = [*sorted(at for at in starts if at < plan.num_sublayers), plan.num_reads]
     return tuple(
         ReadGroup(range(first, end), 1 + plan.num_finished_blocks(first))
@@ -75,9 +73,9 @@ def read_groups(plan: DepthPlan, blocks_per_group: int) -> tuple[ReadGroup, ...]
     )
 
 
-def least_traffic_groups(plan: DepthPlan) -> tuple[ReadGroup, ...]:
+def least_traffic_groups(plan: DepthPlan, sublayers_per_layer: int = 2) -> tuple[ReadGroup, ...]:
     """The groups of equal size that read and write least; in full mode about sqrt(L) sublayers each."""
-    candidates = (read_groups(plan, blocks) for blocks in range(1, plan.num_blocks + 1))
+    candidates = (read_groups(plan, blocks, sublayers_per_layer) for blocks in range(1, plan.num_blocks + 1))
     return min(candidates, key=lambda groups: traffic(plan, groups).total)
 
 

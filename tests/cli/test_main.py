@@ -13,6 +13,7 @@ import typer
 
 from attention_residuals.cli import info
 from attention_residuals.cli import main as command_line
+from attention_residuals.models.families import FAMILIES
 
 
 def test_help_lists_the_commands(attnres: Callable) -> None:
@@ -60,8 +61,9 @@ def test_info_shows_versions_devices_backends_and_families(
     assert (status, err) == (0, "")
     for word in (version("attention_residuals"), platform.python_version(), torch.__version__, "matplotlib"):
         assert word in out
-    for word in ("reference", "lean", "bfloat16", f"{torch.get_num_threads()} threads", "qwen3_5_text"):
+    for word in ("reference", "lean", "bfloat16", f"{torch.get_num_threads()} threads", *FAMILIES):
         assert word in out
+    assert "each tested with modes full, block 2, block 3" in out
     if not torch.cuda.is_available():
         assert "cuda" in out and "not available" in out
 

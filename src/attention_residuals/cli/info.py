@@ -87,12 +87,17 @@ def _backends() -> Table:
 
 
 def _families() -> Table:
-    from attention_residuals.models.families import FAMILIES
+    from attention_residuals.models.families import FAMILIES, TESTED_MODES
 
-    table = _table("model families", "model type", "token mixers", "pre-norms", "final norm")
+    # Each row has a model in tests/models/family_models.py, and a test asserts that.
+    modes = ", ".join(" ".join(map(str, mode.values())) for mode in TESTED_MODES)
+    table = _table(
+        f"model families, each tested with modes {modes}",
+        *("model type", "token mixers", "layers", "pre-norms", "final norm"),
+    )
     for model_type, family in FAMILIES.items():
         mixers = ", ".join(name for _, name in family.mixer_names)
-        table.add_row(model_type, mixers, ", ".join(family.pre_norms), family.final_norm)
+        table.add_row(model_type, mixers, family.layers, ", ".join(family.pre_norms), family.final_norm)
     return table
 
 

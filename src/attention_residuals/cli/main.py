@@ -20,6 +20,7 @@ COMMANDS = {
     "train": "attention_residuals.cli.train",
     "generate": "attention_residuals.cli.generate",
     "inspect": "attention_residuals.cli.inspect",
+    "convert": "attention_residuals.cli.convert",
     "info": "attention_residuals.cli.info",
 }
 

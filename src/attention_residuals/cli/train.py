@@ -38,6 +38,13 @@ def train(
     read_scale: Annotated[
         str | None, _option(MODEL, "mean (the paper) or sum (lossless conversion).", default="mean")
     ] = None,
+    train_only: Annotated[
+        str | None, _option(MODEL, "reads: train queries and key weights, freeze all else.")
+    ] = None,
+    lora: Annotated[
+        int | None,
+        _option(MODEL, "Rank of LoRA adapters on the model of --from; it is saved with them merged."),
+    ] = None,
     data: Annotated[
         list[str] | None,
         _option(
@@ -106,6 +113,10 @@ def train(
     gradient_checkpointing: Annotated[
         bool | None,
         _option(OPTIMIZATION, "Recompute activations to save memory.", "--gradient-checkpointing"),
+    ] = None,
+    chunked_loss: Annotated[
+        bool | None,
+        _option(OPTIMIZATION, "Never hold all logits, for large vocabularies.", "--chunked-loss"),
     ] = None,
     output_dir: Annotated[str | None, _option(RUN, "Folder of the run.", default="run")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run.", rich_help_panel=RUN)] = False,

@@ -1,10 +1,11 @@
 """From an unmodified Hugging Face decoder to Attention Residuals, by swapping classes.
 
 A pre-norm layer computes x = x + f(norm1(x)); x = x + g(norm2(x)). It is given the open block's partial sum
-as x (zeros where a block has just closed), and its two pre-norms become reads: they mix the finished blocks
-and the x they receive, then norm. The layer's own code then is Attention Residuals, with its masks, caches
+as x (zeros where a block has just closed), and its pre-norms become reads: they mix the finished blocks and
+the x they receive, then norm. The layer's own code then is Attention Residuals, with its masks, caches
 and kernels. A block that closes inside a layer is the x that norm2 receives; what remains after the layer
-is its output minus that x. The final norm becomes the final read.
+is its output minus that x. A layer may also have one sublayer and one pre-norm. The final norm becomes the
+final read.
 
     stream -> (partial, *blocks) -> layer -> (tail, *closed mid-layer) -> stream
 
@@ -19,8 +20,9 @@ it found waits beside the stream, and enters each layer as further tensors, in p
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,22 +30,22 @@ from torch import Tensor, nn
 from attention_residuals.config import AttnResConfig
 from attention_residuals.depth_attention.two_phase import SharedRead
 from attention_residuals.models.families import Family
-from attention_residuals.models.model_pass import LOCAL, DepthTrace
+from attention_residuals.models.model_pass import LOCAL, DepthTrace, row_norms
 from attention_residuals.plan import DepthPlan
 from attention_residuals.read import DepthRead
-from attention_residuals.schedule import SUBLAYERS_PER_LAYER
 from attention_residuals.stream import ResidualStream
 
 
 class _Frame:
     """One layer forward: the blocks its reads see beside the shared ones, and what they received and made."""
 
-    def __init__(self, blocks: tuple[Tensor, ...], shared: tuple[Tensor, ...], record: bool) -> None:
-        self.blocks, self.record = blocks, record
+    def __init__(
+        self, blocks: tuple[Tensor, ...], shared: tuple[Tensor, ...], trace: DepthTrace | None
+    ) -> None:
+        self.blocks, self.trace = blocks, trace
         size = len(SharedRead._fields)
         self.shared = [SharedRead(*shared[i : i + size]) for i in range(0, len(shared), size)]
         self.received: list[Tensor] = []
-        self.made: list[Tensor] = []
 
 
 class AttnResNorm(nn.Module):
@@ -64,16 +66,16 @@ class AttnResNorm(nn.Module):
         shared = frame.shared[len(frame.received)] if frame.shared else None
         frame.received.append(x)
         sources = (*frame.blocks, x) if self.sees_partial else frame.blocks
-        return self.mix_and_norm(sources, frame.made if frame.record else None, shared, x.dtype)
+        return self.mix_and_norm(sources, frame.trace, shared, x.dtype)
 
     def mix_and_norm(
         self,
         sources: tuple[Tensor, ...],
-        made: list[Tensor] | None,
+        trace: DepthTrace | None,
         shared: SharedRead | None,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Read N sources [B, T, D], then norm; with `made`, depth weights and mixture are appended to it.
+        """Read N sources [B, T, D], then norm; a `trace` receives the depth weights and the mixture.
 
         With `shared`, what phase 1 found for this read, `sources` are the others.
         """
@@ -81,12 +83,12 @@ class AttnResNorm(nn.Module):
         two_phase: dict[str, Any] = {} if shared is None else {"shared": shared, "dtype": dtype}
         if self.read is None:
             (mixture,) = sources  # the embedding alone: returned unchanged
-            if made is not None:
-                made += [torch.ones(1, *mixture.shape[:-1], device=mixture.device), mixture]
+            if trace is not None:
+                trace.add_read(torch.ones(1, *mixture.shape[:-1], device=mixture.device), mixture)
             return norm(mixture)
-        if made is not None:
+        if trace is not None:
             mixture, weights = self.read(sources, return_weights=True, **two_phase)
-            made += [weights, mixture]
+            trace.add_read(weights, mixture)
             return norm(mixture)
         if self.attn_res_family.norm_weight is None:
             return norm(self.read(sources, **two_phase))
@@ -111,100 +113,107 @@ class AttnResFinalNorm(AttnResNorm):
                 f"the final read needs all {self.num_layers} layers, but {current.layers_run} ran: early "
                 "exit, and pipeline parallelism of hidden states only, don't work with attention residuals"
             )
-        made: list[Tensor] | None = None if current.trace is None else []
         shared = next(iter(current.take_shared(1)), None)
         sources = current.stream.sources
         if shared is not None:
             sources = sources[current.num_shared :]
-        out = self.mix_and_norm(sources, made, shared, x.dtype)
-        if made is not None:
-            _keep(current.trace, made, [])
-        return out
+        return self.mix_and_norm(sources, current.trace, shared, x.dtype)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, (_final_norm_class, _plain_class(self)), self.__dict__
 
 
 class AttnResLayer(nn.Module):
-    """Mixin of a decoder layer between two states of the residual stream."""
+    """Mixin of a layer between two states of the residual stream.
 
-    closes_after_mixer: bool
-    closes_after_mlp: bool
+    Attributes:
+        argument_names: what the plain layer's positional arguments after the first are called.
+        num_sublayers: how many sublayers it has, one or two.
+        closes_inside: whether a block closes after the first of two sublayers.
+        closes_after: whether a block closes after the last one.
+    """
 
-    def __call__(self, hidden_states: Tensor, *blocks: Tensor, **kwargs: Any) -> Any:
+    argument_names: tuple[str, ...]
+    num_sublayers: int
+    closes_inside: bool
+    closes_after: bool
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Inside a model forward: takes the stream, runs the layer, puts the new stream back.
 
         Outside one (a pipeline stage): `layer(x, *blocks, **kwargs)` is `forward`.
         """
         current = getattr(LOCAL, "model_pass", None)
         if current is None:
-            return super().__call__(hidden_states, *blocks, **kwargs)
-        if blocks:
-            raise TypeError("inside a model forward a layer takes its sources from the residual stream")
+            return super().__call__(hidden_states, *args, **kwargs)
+        if args:  # positional ones are the blocks from here on
+            kwargs.update(zip(self.argument_names[: len(args)], args, strict=True))
         stream = ResidualStream.start(hidden_states) if current.stream is None else current.stream
         x = torch.zeros_like(stream.blocks[0]) if stream.partial is None else stream.partial
         if current.trace is not None:
-            kwargs["attn_res_record"] = True
+            kwargs["attn_res_record"] = "mixtures" if current.trace.keep_mixtures else "norms"
         unshared, shared = stream.blocks, ()
-        current.begin_group(stream, self.training and getattr(self, "gradient_checkpointing", False))
-        if two_reads := current.take_shared(SUBLAYERS_PER_LAYER):
+        first_read = self.num_sublayers * current.layers_run
+        checkpointed = self.training and getattr(self, "gradient_checkpointing", False)
+        current.begin_group(first_read, stream, checkpointed)
+        if found := current.take_shared(self.num_sublayers):
             unshared = stream.blocks[current.num_shared :]
-            shared = tuple(itertools.chain(*two_reads))
+            shared = tuple(itertools.chain(*found))
             kwargs["attn_res_shared"] = len(shared)
         tail, *rest = super().__call__(x, *unshared, *shared, **kwargs)
-        closed = (*stream.blocks, rest.pop(0)) if self.closes_after_mixer else stream.blocks
+        closed = (*stream.blocks, rest.pop(0)) if self.closes_inside else stream.blocks
         current.stream = (
-            ResidualStream((*closed, tail)) if self.closes_after_mlp else ResidualStream(closed, tail)
+            ResidualStream((*closed, tail)) if self.closes_after else ResidualStream(closed, tail)
         )
         current.layers_run += 1
         if current.trace is not None:
-            _keep(current.trace, rest[:4], rest[4:])
+            current.trace.take(rest, self.num_sublayers)
         return tail
 
     def forward(
         self,
         hidden_states: Tensor,
         *blocks: Tensor,
-        attn_res_record: bool = False,
+        attn_res_record: Literal["norms", "mixtures"] | None = None,
         attn_res_shared: int = 0,
         **kwargs: Any,
     ) -> tuple[Tensor, ...]:
         """One layer: x [B, T, D] (the open block's partial sum, or zeros) and the finished blocks.
 
-        The last `attn_res_shared` tensors are the fields of both reads' `SharedRead`; the blocks that these
+        The last `attn_res_shared` tensors are the fields of each read's `SharedRead`; the blocks that these
         cover are then left out.
 
         Returns:
-            The open block's sum after the layer; the block that closed after the token mixer, if one did;
-            when recording, weights and mixture of both reads and both output norms.
+            The open block's sum after the layer; the block that closed between its sublayers, if one did;
+            when recording, the tensors of the layer's `DepthTrace`, with or without mixtures.
+
+        Raises:
+            TypeError: the plain layer returns something else than one tensor.
         """
         outer = getattr(LOCAL, "frame", None)
         first_shared = len(blocks) - attn_res_shared
-        LOCAL.frame = frame = _Frame(blocks[:first_shared], blocks[first_shared:], attn_res_record)
+        trace = None if attn_res_record is None else DepthTrace(keep_mixtures=attn_res_record == "mixtures")
+        LOCAL.frame = frame = _Frame(blocks[:first_shared], blocks[first_shared:], trace)
         try:
             output = super().forward(hidden_states, **kwargs)
         finally:
             LOCAL.frame = outer
-        middle = frame.received[1]
-        closed = (middle,) if self.closes_after_mixer else ()
-        tail = output - middle if self.closes_after_mixer else output
-        if not attn_res_record:
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                f"{type(self).__name__} must return one tensor, got {type(output).__name__}; attention "
+                "residuals need an architecture whose layers return hidden states only"
+            )
+        output = output.to(hidden_states.dtype)  # Mamba adds in float32; the sources of a read have one dtype
+        closed = (frame.received[1],) if self.closes_inside else ()
+        tail = output - frame.received[1] if self.closes_inside else output
+        if trace is None:
             return (tail, *closed)
-        norms = [_row_norms(middle - hidden_states), _row_norms(output - middle)]
-        return (tail, *closed, *frame.made, *norms)
+        states = (hidden_states, *frame.received[1:], output)
+        trace.output_norms += [row_norms(after - before) for before, after in itertools.pairwise(states)]
+        return (tail, *closed, *trace.tensors())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, (_layer_class, _plain_class(self)), self.__dict__
-
-
-def _row_norms(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x.detach().float(), dim=-1)
-
-
-def _keep(trace: DepthTrace, made: list[Tensor], output_norms: list[Tensor]) -> None:
-    trace.weights += made[0::2]
-    trace.mixtures += made[1::2]
-    trace.output_norms += output_norms
 
 
 def _subclass(mixin: type, plain: type[nn.Module], name: str) -> type[nn.Module]:
@@ -224,7 +233,10 @@ def _final_norm_class(plain: Any) -> type[nn.Module]:
 @functools.cache
 def _layer_class(plain: Any) -> type[nn.Module]:
     # Keeps the plain class's name: device maps, FSDP policies and quantizers find layers by it.
-    return _subclass(AttnResLayer, plain, plain.__name__)
+    made = _subclass(AttnResLayer, plain, plain.__name__)
+    _, _, *names = inspect.signature(plain.forward).parameters  # after self and the hidden states
+    made.argument_names = tuple(names)  # type: ignore[attr-defined]
+    return made
 
 
 def _plain_class(module: Any) -> type[nn.Module]:
@@ -241,7 +253,8 @@ def attach(backbone: nn.Module, config: AttnResConfig, family: Family) -> DepthP
     """Put reads into a decoder, in place, according to `config`; standard mode leaves every module as it is.
 
     Args:
-        backbone: the model that holds layers and final norm, e.g. `Qwen3_5TextModel`.
+        backbone: the model that holds layers and final norm, e.g. `Qwen3_5TextModel`; its config says the
+            width.
         config: mode, blocks, read scale and eps.
         family: where this architecture keeps its parts.
 
@@ -249,46 +262,60 @@ def attach(backbone: nn.Module, config: AttnResConfig, family: Family) -> DepthP
         The plan: which sources each read sees.
 
     Raises:
-        ValueError: the backbone has reads already.
+        ValueError: the backbone has reads already, or a layer reads the residual stream elsewhere too.
         AttributeError: a part that the family's row names is missing.
     """
-    layers: Any = getattr(backbone, family.layers)
-    plan = DepthPlan(2 * len(layers), config)
+    layers = family.layers_of(backbone)
+    count = family.sublayers_per_layer
+    plan = DepthPlan(count * len(layers), config)
     if any(isinstance(layer, AttnResLayer) for layer in layers):
         raise ValueError("the model has attention residuals already; attach them to a plain one")
     if config.mode == "standard":
         return plan
+    _refuse_other_readers(layers, family)
     for i, layer in enumerate(layers):
-        for sublayer, name in zip((2 * i, 2 * i + 1), family.pre_norms, strict=True):
-            _swap_norm(getattr(layer, name), _norm_class, sublayer, plan, family)
-        # The second norm always receives what the token mixer wrote: a partial sum or a block just closed.
-        getattr(layer, family.pre_norms[1]).sees_partial = True
-        layer.closes_after_mixer, layer.closes_after_mlp = map(plan.closes_block, (2 * i, 2 * i + 1))
+        first, last = count * i, count * (i + 1) - 1
+        for sublayer, norm in enumerate(family.pre_norms_of(layer), first):
+            _swap_norm(norm, _norm_class, sublayer, plan, family, backbone)
+            # A second norm always receives what the first sublayer wrote: a partial sum, or a whole block.
+            norm.sees_partial = plan.has_partial(sublayer) or sublayer > first
+        layer.num_sublayers = count
+        layer.closes_inside = last > first and plan.closes_block(first)
+        layer.closes_after = plan.closes_block(last)
         layer.__class__ = _layer_class(layer.__class__)
-    final = getattr(backbone, family.final_norm)
-    _swap_norm(final, _final_norm_class, plan.num_sublayers, plan, family)
+    final = family.final_norm_of(backbone)
+    _swap_norm(final, _final_norm_class, plan.num_sublayers, plan, family, backbone)
     final.num_layers = len(layers)
     return plan
 
 
+def _refuse_other_readers(layers: Any, family: Family) -> None:
+    for layer in layers:
+        for name in family.reads_elsewhere:
+            if hasattr(layer, name):
+                raise ValueError(
+                    f"{type(layer).__name__} must read the residual stream at {', '.join(family.pre_norms)} "
+                    f"only, but it has {name!r}; use a model that is configured without it"
+                )
+
+
 def reads_in_order(backbone: nn.Module, family: Family) -> list[DepthRead | None]:
     """The reads of a backbone that `attach` has changed, the final one last; None for the very first."""
-    layers: Any = getattr(backbone, family.layers)
-    norms = [getattr(layer, name) for layer in layers for name in family.pre_norms]
-    return [norm.read for norm in (*norms, getattr(backbone, family.final_norm))]
+    norms = [norm for layer in family.layers_of(backbone) for norm in family.pre_norms_of(layer)]
+    return [norm.read for norm in (*norms, family.final_norm_of(backbone))]
 
 
-def _swap_norm(norm: Any, make_class: Any, read: int, plan: DepthPlan, family: Family) -> None:
-    weight = next(norm.parameters())
+def _swap_norm(norm: Any, make_class: Any, read: int, plan: DepthPlan, family: Family, backbone: Any) -> None:
+    like = next(itertools.chain(norm.parameters(), backbone.parameters()))  # a norm may have no parameters
     norm.attn_res_family = family
     norm.sees_partial = plan.has_partial(read)
     norm.read = None
     if plan.num_sources(read) > 1:
         norm.read = DepthRead(
-            weight.shape[-1],
+            backbone.config.hidden_size,
             eps=plan.config.eps,
             read_scale=plan.config.read_scale,
-            device=weight.device,
-            dtype=weight.dtype,
+            device=like.device,
+            dtype=like.dtype,
         )
     norm.__class__ = make_class(type(norm))

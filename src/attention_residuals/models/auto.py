@@ -11,6 +11,7 @@ import functools
 import sys
 from typing import Any, ClassVar
 
+import transformers
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -98,7 +99,7 @@ def _config_class(plain_type: str) -> Any:
     if plain_type in COMPOSITES:
         text = config_class(COMPOSITES[plain_type].text_type)
         fields["base_model_pp_plan"] = None
-        fields["sub_configs"] = {**plain.sub_configs, "text_config": text}
+        fields["sub_configs_defaults"] = {**plain.sub_configs_defaults, "text_config": text}
     else:
         bases = (AttnResConfigMixin, plain)
         fields |= {"family": plain_type, "attn_res": None, "attn_res_family": None}
@@ -151,6 +152,12 @@ def _backbone_class(plain_type: str) -> Any:
 def _make_class(name: str, bases: tuple[type, ...], fields: dict[str, Any], text: str) -> Any:
     made = type(name, bases, {"__module__": __name__, "__qualname__": name, "__doc__": text, **fields})
     setattr(sys.modules[__name__], name, made)  # where pickle looks
+    mapping = get_checkpoint_conversion_mapping(bases[-1].__name__)
+    if mapping is not None:  # some architectures have it under a class instead, e.g. ViTModel
+        register_checkpoint_conversion_mapping(name, mapping, overwrite=True)
+    # Where `transformers serve` looks for config.architectures. On the module's class, since transformers
+    # puts a second module in its own place when it loads processors.
+    setattr(type(transformers), name, made)
     return made
 
 
@@ -169,6 +176,7 @@ def our_config(plain_config: Any, settings: AttnResConfig, family: dict[str, Any
         fields |= added
     ours = config_class(plain_config.model_type)(**fields)
     ours._attn_implementation = plain_config._attn_implementation
+    ours._experts_implementation = plain_config._experts_implementation
     return ours
 
 
@@ -184,6 +192,7 @@ def plain_config(ours: Any) -> Any:
         fields["text_config"] = plain_config(ours.text_config)
     plain = CONFIG_MAPPING[plain_type](**fields)
     plain._attn_implementation = ours._attn_implementation
+    plain._experts_implementation = ours._experts_implementation
     return plain
 
 

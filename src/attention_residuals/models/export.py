@@ -17,6 +17,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from attention_residuals.models.auto import AUTOS
+
 PACKAGE = "attention_residuals"
 ENTRY = f"{PACKAGE}.models.auto"
 _IMPORT = re.compile(rf"^(\s*)from ({PACKAGE}[\w.]*) import", re.MULTILINE)
@@ -49,13 +51,12 @@ def export_with_code(model: PreTrainedModel, folder: str | Path) -> Path:
 
 
 def _auto_map(config: Any) -> dict[str, str]:
-    stem = type(config).__name__.removesuffix("Config")
+    """Auto class -> file and class, for every Auto class that knows this architecture."""
     entry = flat_name(ENTRY)
-    return {
-        "AutoConfig": f"{entry}.{stem}Config",
-        "AutoModel": f"{entry}.{stem}Model",
-        "AutoModelForCausalLM": f"{entry}.{stem}ForCausalLM",
-        "AutoModelForSequenceClassification": f"{entry}.{stem}ForSequenceClassification",
+    known: dict[str, Any] = {auto.__name__: auto._model_mapping for auto in AUTOS}
+    classes = {name: m[type(config)].__name__ for name, m in known.items() if type(config) in m}
+    return {"AutoConfig": f"{entry}.{type(config).__name__}"} | {
+        n: f"{entry}.{c}" for n, c in classes.items()
     }
 
 

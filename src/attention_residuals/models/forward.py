@@ -61,9 +61,11 @@ def backbone_forward(base: Callable[..., Any]) -> Callable[..., Any]:
     each layer's first read made (the counterpart of a layer's input), then the output of the final norm.
     """
 
+    _, *names = inspect.signature(base).parameters
+
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         want_weights = _setting(self, kwargs, "output_depth_weights")
-        _refuse_packing(self, args, kwargs)
+        _refuse_packing(self, {**dict(zip(names, args, strict=False)), **kwargs})
         if self.depth_plan.config.mode == "standard":
             if want_weights:
                 raise ValueError("mode='standard' has no reads, so output_depth_weights can't be given")
@@ -72,15 +74,16 @@ def backbone_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         return_dict = _setting(self, kwargs, "return_dict")
         traces = getattr(_LOCAL, "traces", None)
         sinks = [sink for sink in (traces, *self.depth_records) if sink is not None]
-        record = bool(want_weights or sinks or (hidden is not None and hidden is not False))
+        want_hidden = hidden is not None and hidden is not False
+        trace = DepthTrace(keep_mixtures=want_hidden) if want_weights or sinks or want_hidden else None
         reads = functools.partial(reads_in_order, self, family_of(self.config))
         always = self.depth_plan.config.read_schedule == "two_phase"
-        with model_pass(record, Phases(self.read_groups, reads, always)) as current:
+        with model_pass(trace, Phases(self.read_groups, reads, always)):
             outputs = base(self, *args, output_hidden_states=False, return_dict=True, **kwargs)
-        if current.trace is not None:
+        if trace is not None:
             for sink in sinks:
-                sink.append(current.trace)
-            outputs = _hand_out(self, outputs, current.trace, hidden, want_weights)
+                sink.append(trace)
+            outputs = _hand_out(self, outputs, trace, hidden, want_weights)
         return outputs if return_dict is None or return_dict else outputs.to_tuple()
 
     return _with_depth_weights_argument(base, forward)
@@ -88,7 +91,8 @@ def backbone_forward(base: Callable[..., Any]) -> Callable[..., Any]:
 
 def _hand_out(model: Any, outputs: Any, trace: DepthTrace, hidden: Any, want_weights: Any) -> ModelOutput:
     if hidden is not None and hidden is not False:
-        states = [*trace.mixtures[:-1:2], outputs.last_hidden_state]
+        first_reads = trace.mixtures[: -1 : family_of(model.config).sublayers_per_layer]
+        states = [*first_reads, outputs.last_hidden_state]
         selected = selected_hidden_states(hidden)
         keep = set(range(len(states)))
         if selected is not None:
@@ -114,11 +118,10 @@ def head_forward(base: Callable[..., Any]) -> Callable[..., Any]:
     return _with_depth_weights_argument(base, forward)
 
 
-def _refuse_packing(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_packing(model: Any, given: dict[str, Any]) -> None:
     """Recurrent layers don't see that positions restart, so documents would leak into each other."""
-    position_ids = args[2] if len(args) > 2 else kwargs.get("position_ids")
-    attention_mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
-    if position_ids is None or attention_mask is not None or "cu_seq_lens_q" in kwargs:
+    position_ids = given.get("position_ids")
+    if position_ids is None or given.get("attention_mask") is not None or "cu_seq_lens_q" in given:
         return
     if position_ids.ndim == 3:  # rotary positions in space; with a fourth plane the first one counts tokens
         if position_ids.shape[0] != 4:
@@ -128,8 +131,9 @@ def _refuse_packing(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         getattr(model.config, "layer_types", None) or ()
     ):
         return
-    if kwargs.get("cache") is None and position_ids.shape[-1] > 1 and bool((position_ids.diff() < 0).any()):
+    if given.get("cache") is None and position_ids.shape[-1] > 1 and bool((position_ids.diff() < 0).any()):
         raise ValueError(
-            "position_ids restart inside a row, but Gated DeltaNet layers would carry their state from one "
-            "document to the next; put each document in its own row, or pass cu_seq_lens_q where FLA runs"
+            "position_ids restart inside a row, but recurrent layers (Gated DeltaNet, Mamba) would carry "
+            "their state from one document to the next; put each document in its own row, or pass "
+            "cu_seq_lens_q where FLA runs"
         )

@@ -131,7 +131,9 @@ def give_reads(backbone: Any, backbone_class: type[nn.Module]) -> None:
 def attach_to_backbone(backbone: Any) -> None:
     """Attach reads according to `backbone.config.attn_res`."""
     config = AttnResConfig.from_dict(backbone.config.attn_res)
-    backbone.depth_plan = attach(backbone, config, family_of(backbone.config))
+    family = family_of(backbone.config)
+    backbone.depth_plan = attach(backbone, config, family)
     per_read = config.read_schedule == "per_read"
-    backbone.read_groups = () if per_read else least_traffic_groups(backbone.depth_plan)
+    plan, count = backbone.depth_plan, family.sublayers_per_layer
+    backbone.read_groups = () if per_read else least_traffic_groups(plan, count)
     backbone.depth_records = []

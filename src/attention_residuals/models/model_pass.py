@@ -16,7 +16,7 @@ from torch import Tensor
 from attention_residuals.depth_attention import available_backends
 from attention_residuals.depth_attention.two_phase import SharedRead, attend_to_shared
 from attention_residuals.read import DepthRead
-from attention_residuals.schedule import SUBLAYERS_PER_LAYER, ReadGroup
+from attention_residuals.schedule import ReadGroup
 from attention_residuals.stream import ResidualStream
 
 # Per thread: `model_pass`, the model forward under way; `frame`, the layer forward under way.
@@ -27,18 +27,45 @@ LEAST_ELEMENTS = 1 << 17
 
 
 class DepthTrace:
-    """What the reads of one model forward received and made; collected only on request.
+    """What the reads of one model forward, or of one layer's, made; collected only on request.
+
+    Args:
+        keep_mixtures: whether the mixtures are kept too; without them looking costs little time and memory.
 
     Attributes:
         weights: per read, depth weights [N, B, T].
-        mixtures: per read, the mixture h before the norm [B, T, D].
+        input_norms: per read, L2 norm of the mixture h before the sublayer's norm [B, T], float32.
+        mixtures: per read, h itself [B, T, D]; empty unless kept.
         output_norms: per sublayer, L2 norm of its output [B, T], float32.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep_mixtures: bool = False) -> None:
+        self.keep_mixtures = keep_mixtures
         self.weights: list[Tensor] = []
+        self.input_norms: list[Tensor] = []
         self.mixtures: list[Tensor] = []
         self.output_norms: list[Tensor] = []
+
+    def add_read(self, weights: Tensor, mixture: Tensor) -> None:
+        self.weights.append(weights)
+        self.input_norms.append(row_norms(mixture))
+        if self.keep_mixtures:
+            self.mixtures.append(mixture)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of it in one tuple, for a layer to return; `take` puts it together again."""
+        return (*self.weights, *self.input_norms, *self.output_norms, *self.mixtures)
+
+    def take(self, tensors: Sequence[Tensor], num_sublayers: int) -> None:
+        """Append the `tensors()` of a layer's trace, which has as many reads as sublayers."""
+        fields = (self.weights, self.input_norms, self.output_norms, self.mixtures)
+        for i, tensor in enumerate(tensors):
+            fields[i // num_sublayers].append(tensor)
+
+
+def row_norms(x: Tensor) -> Tensor:
+    """L2 norm over the width, [..., D] to [...], float32, without gradients."""
+    return torch.linalg.vector_norm(x.detach().float(), dim=-1)
 
 
 class Phases(NamedTuple):
@@ -65,18 +92,18 @@ class ModelPass:
     Where reads run in two phases, also what phase 1 found for those of the open group that are still to come.
     """
 
-    def __init__(self, record: bool, phases: Phases | None) -> None:
+    def __init__(self, trace: DepthTrace | None, phases: Phases | None) -> None:
         self.stream: ResidualStream | None = None
         self.layers_run = 0
-        self.trace = DepthTrace() if record else None
+        self.trace = trace
         self.phases = phases
         self.num_shared = 0
         self.shared: tuple[SharedRead, ...] = ()
 
-    def begin_group(self, stream: ResidualStream, checkpointed: bool) -> None:
-        """Phase 1 of the group that begins with the next layer, if one does and runs in two phases."""
+    def begin_group(self, first_read: int, stream: ResidualStream, checkpointed: bool) -> None:
+        """Phase 1 of the group that begins with this read of a layer, if one does and runs in two phases."""
         phases = self.phases
-        group = None if phases is None else phases.group_at(SUBLAYERS_PER_LAYER * self.layers_run)
+        group = None if phases is None else phases.group_at(first_read)
         if phases is None or group is None or not (phases.always or _pays(stream, checkpointed)):
             return
         found = phases.reads()
@@ -123,15 +150,15 @@ def _pays(stream: ResidualStream, checkpointed: bool) -> bool:
 
 
 @contextlib.contextmanager
-def model_pass(record: bool, phases: Phases | None = None) -> Iterator[ModelPass]:
+def model_pass(trace: DepthTrace | None, phases: Phases | None = None) -> Iterator[ModelPass]:
     """The scope of one model forward in this thread; nothing of the stream outlives it.
 
     Args:
-        record: whether the reads leave a trace.
+        trace: receives what the reads make; None where nobody looks.
         phases: which reads may run in two phases; None where all are read one by one.
     """
     outer = getattr(LOCAL, "model_pass", None)
-    LOCAL.model_pass = current = ModelPass(record, phases)
+    LOCAL.model_pass = current = ModelPass(trace, phases)
     try:
         yield current
     finally:

@@ -9,14 +9,18 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from attention_residuals.config import AttnResConfig
 from attention_residuals.errors import UserError
 from attention_residuals.models.auto import causal_lm_class, config_class, plain_model_type
 from attention_residuals.models.families import FAMILIES
+from attention_residuals.read import DepthRead
 from attention_residuals.training.presets import PRESETS
 from attention_residuals.training.settings import TrainSettings
 
+# families that transformers has a language model of
+LANGUAGE_FAMILIES = tuple(name for name in FAMILIES if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 ROUND_VOCABULARY_TO = 64  # rows of the embedding are rounded up to this, which matrix kernels like
 
 
@@ -78,10 +82,45 @@ def make_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrainedM
     return model
 
 
+def train_only_reads(model: PreTrainedModel) -> None:
+    """Freeze everything but queries and key weights, in place.
+
+    The embedding's output then asks for gradients, because reentrant checkpointing gives none to a layer
+    whose input doesn't.
+
+    Raises:
+        UserError: the model has no reads.
+    """
+    reads = [module for module in model.modules() if isinstance(module, DepthRead)]
+    if not reads:
+        raise UserError("--train-only reads needs a model with reads; add --mode block, or leave it out")
+    model.requires_grad_(False)
+    for read in reads:
+        read.requires_grad_(True)
+    model.enable_input_require_grads()
+
+
+def make_trainable(model: PreTrainedModel, settings: TrainSettings) -> Any:
+    """The model with what `settings` freezes frozen, and wrapped by PEFT where they ask for adapters.
+
+    Raises:
+        UserError: `settings.train_only` names a part that the model doesn't have.
+    """
+    if settings.train_only is not None:
+        train_only_reads(model)
+    if settings.lora is None:
+        return model
+    from peft import get_peft_model
+
+    from attention_residuals.training.adapters import lora_config
+
+    return get_peft_model(model, lora_config(model, r=settings.lora))
+
+
 def _family(model_type: str) -> str | None:
-    """The family of a model type, plain or with reads, or None where it has no row."""
+    """The family of a model type, plain or with reads; None where it is no language model with a row."""
     plain_type = plain_model_type(model_type) or model_type
-    return plain_type if plain_type in FAMILIES else None
+    return plain_type if plain_type in LANGUAGE_FAMILIES else None
 
 
 def _read_fields(path: str) -> dict[str, Any]:
@@ -94,7 +133,8 @@ def _read_fields(path: str) -> dict[str, Any]:
     model_type = fields.get("model_type", "qwen3_5_text")
     if _family(model_type) is None:
         raise UserError(
-            f"--model-config {path} has model_type {model_type!r}; supported are {', '.join(FAMILIES)}"
+            f"--model-config {path} has model_type {model_type!r}; supported are "
+            f"{', '.join(LANGUAGE_FAMILIES)}"
         )
     # what a saved config.json says about its file rather than about the model
     for name in ("architectures", "transformers_version", "dtype", "torch_dtype"):
@@ -111,7 +151,7 @@ def _saved_config(folder: str, given: dict[str, Any]) -> PreTrainedConfig:
     saved = saved.get_text_config()
     if _family(saved.model_type) is None:
         raise UserError(
-            f"--from {folder} is of type {saved.model_type!r}; supported are {', '.join(FAMILIES)}"
+            f"--from {folder} is of type {saved.model_type!r}; supported are {', '.join(LANGUAGE_FAMILIES)}"
         )
     fields = saved.to_dict()
     has_reads = (fields.get("attn_res") or {"mode": "standard"})["mode"] != "standard"

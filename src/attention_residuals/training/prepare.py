@@ -17,12 +17,17 @@ from attention_residuals.errors import UserError
 from attention_residuals.models.auto import causal_lm_class
 from attention_residuals.training.data import TokenData, make_token_data
 from attention_residuals.training.documents import Documents
-from attention_residuals.training.model import make_config
+from attention_residuals.training.model import make_config, make_trainable
 from attention_residuals.training.optimizer import parameter_groups
 from attention_residuals.training.presets import PRESETS
 from attention_residuals.training.run_folder import RunFolder
 from attention_residuals.training.settings import TrainSettings
-from attention_residuals.training.summary import memory_estimate, model_facts, print_summary
+from attention_residuals.training.summary import (
+    describe_adapters,
+    memory_estimate,
+    model_facts,
+    print_summary,
+)
 from attention_residuals.training.tokenizer import make_tokenizer
 
 DEFAULT_STEPS = 1000
@@ -140,13 +145,16 @@ def _announce(
     """Print the summary, before any weight takes memory; returns the model's parameter counts."""
     with torch.device("meta"):
         shape = causal_lm_class(config)(config)
+    facts = model_facts(shape)
+    with torch.device("meta"):
+        shape = make_trainable(shape, settings)
     groups = parameter_groups(
         shape,
         weight_decay=settings.weight_decay,
         read_lr_factor=settings.read_lr_factor,
         optimizer=settings.optimizer,
     )
-    facts = model_facts(shape, groups)
+    facts["trained_parameters"] = sum(group.num_elements for group in groups)
     rows = schedule.batch_size * settings.gradient_accumulation * schedule.processes
     print_summary(
         console,
@@ -155,12 +163,15 @@ def _announce(
         facts=facts,
         groups=groups,
         data=data,
+        adapters=describe_adapters(shape) if settings.lora else None,
         memory=memory_estimate(
             config,
             groups,
             rows=schedule.batch_size,
             context=data.train.context,
             gradient_checkpointing=settings.gradient_checkpointing,
+            chunked_loss=settings.chunked_loss,
+            frozen=sum(p.numel() for p in shape.parameters() if not p.requires_grad),
         ),
         schedule=f"{schedule.max_steps:,} x {rows * data.train.context:,} tokens (steps of {rows} x "
         f"{data.train.context}), "

@@ -28,7 +28,8 @@ from attention_residuals.training.checkpoints import (
     remove_incomplete,
     step_of,
 )
-from attention_residuals.training.model import make_model
+from attention_residuals.training.chunked_loss import use_chunked_loss
+from attention_residuals.training.model import make_model, make_trainable
 from attention_residuals.training.prepare import Prepared, prepare
 from attention_residuals.training.progress import ProgressReport
 from attention_residuals.training.run_folder import RunFolder
@@ -82,7 +83,7 @@ def train(
     folder.check_free(overwrite=overwrite)
     set_threads(settings)
     prepared = prepare(settings, console)
-    model = make_model(prepared.config, settings)
+    model = _to_train(make_model(prepared.config, settings), settings)
     if is_main_process():
         folder.create(lambda place: _write_start(RunFolder(place), prepared, command))
     return _fit(prepared, model, folder, None, console, time_limit)
@@ -110,7 +111,9 @@ def resume(
         raise UserError(f"the run in {output_dir} has finished its {step} steps; raise --max-steps to go on")
     set_threads(settings)
     prepared = prepare(settings, console, folder=folder, started=run)
-    model = make_model(prepared.config, settings) if checkpoint is None else _empty(prepared.config)
+    complete = checkpoint is not None and settings.lora is None  # with adapters it holds these alone
+    model = _empty(prepared.config) if complete else make_model(prepared.config, settings)
+    model = _to_train(model, settings)
     if is_main_process():
         folder.clean()
         remove_incomplete(folder.checkpoints)
@@ -152,7 +155,7 @@ def _write_start(folder: RunFolder, prepared: Prepared, command: str) -> None:
 
 def _fit(
     prepared: Prepared,
-    model: PreTrainedModel,
+    model: Any,
     folder: RunFolder,
     checkpoint: Path | None,
     console: Console,
@@ -181,7 +184,8 @@ def _fit(
             progress.close()
         model.config.use_cache = True
         if is_main_process():
-            folder.publish(model.save_pretrained)
+            merged = model if settings.lora is None else model.merge_and_unload()
+            folder.publish(merged.save_pretrained)
     step = trainer.state.global_step
     stopped = interrupts.received if step < schedule.max_steps else None
     if is_main_process():
@@ -222,6 +226,16 @@ def _report(prepared: Prepared, folder: RunFolder, console: Console) -> Path | N
 def _empty(config: PreTrainedConfig) -> PreTrainedModel:
     """A model whose weights the checkpoint is about to replace."""
     return causal_lm_class(config)(config)
+
+
+def _to_train(model: PreTrainedModel, settings: TrainSettings) -> Any:
+    """The model as the Trainer gets it: with the loss, the frozen parts and the adapters of `settings`."""
+    if settings.chunked_loss:
+        try:
+            use_chunked_loss(model)
+        except (RuntimeError, ValueError) as error:
+            raise UserError(f"--chunked-loss can't be used: {error}") from error
+    return make_trainable(model, settings)
 
 
 def set_threads(settings: TrainSettings) -> None:

