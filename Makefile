@@ -22,7 +22,7 @@ demo: $(READY)
 	GOMP_SPINCOUNT=10000 $(BIN)/attnres demo  # threads that wait give way to other programs
 
 test: $(READY) lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
 test-all: $(ALL_READY) lint
 	$(BIN)/python -m pytest

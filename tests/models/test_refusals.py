@@ -39,7 +39,20 @@ def test_packed_rows_without_boundaries():
     packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
     with pytest.raises(ValueError, match="position_ids restart"):
         model(ids, position_ids=packed)
+    with pytest.raises(ValueError, match="seq_idx"):  # the convolution would still leak
+        model(ids, position_ids=packed, cu_seq_lens_q=torch.tensor([0, 4, 8]))
     assert torch.equal(model(ids, position_ids=torch.arange(8)[None]).logits, model(ids).logits)
+
+
+def test_attention_keeps_packed_documents_apart_or_refuses():
+    """Case Q1 without recurrent layers: with a cache, transformers would read the row as one document."""
+    model, ids = tiny.trained_model(BLOCK, "llama"), tiny.token_ids(1, 8)
+    packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    with pytest.raises(ValueError, match="use_cache=False"):
+        model(ids, position_ids=packed)
+    together = model(ids, position_ids=packed, use_cache=False).logits
+    apart = torch.cat([model(half, use_cache=False).logits for half in ids.split(4, 1)], 1)
+    assert (together - apart).abs().max() <= 1e-6 * apart.abs().max()
 
 
 def test_a_norm_or_final_read_on_its_own():

@@ -119,21 +119,28 @@ def head_forward(base: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_packing(model: Any, given: dict[str, Any]) -> None:
-    """Recurrent layers don't see that positions restart, so documents would leak into each other."""
+    """Rows of several documents must say so to every layer; else one document leaks into the next."""
     position_ids = given.get("position_ids")
-    if position_ids is None or given.get("attention_mask") is not None or "cu_seq_lens_q" in given:
+    alone = given.get("cache") is None and given.get("attention_mask") is None
+    if position_ids is None or not alone or torch.compiler.is_compiling():
         return
     if position_ids.ndim == 3:  # rotary positions in space; with a fourth plane the first one counts tokens
         if position_ids.shape[0] != 4:
             return
         position_ids = position_ids[0]
-    if torch.compiler.is_compiling() or "linear_attention" not in (
-        getattr(model.config, "layer_types", None) or ()
-    ):
+    if not bool((position_ids.diff() < 0).any()):
         return
-    if given.get("cache") is None and position_ids.shape[-1] > 1 and bool((position_ids.diff() < 0).any()):
+    if "linear_attention" in (getattr(model.config, "layer_types", None) or ()):
+        if given.get("cu_seq_lens_q") is None or given.get("seq_idx") is None:
+            raise ValueError(
+                "position_ids restart inside a row, but Gated DeltaNet layers would carry their state from "
+                "one document to the next; put each document in its own row, or pass cu_seq_lens_q (for the "
+                "delta rule) and seq_idx (for the convolution) where their CUDA kernels run"
+            )
+        return
+    use_cache = given.get("use_cache")
+    if getattr(model.config, "use_cache", False) if use_cache is None else use_cache:
         raise ValueError(
-            "position_ids restart inside a row, but recurrent layers (Gated DeltaNet, Mamba) would carry "
-            "their state from one document to the next; put each document in its own row, or pass "
-            "cu_seq_lens_q where FLA runs"
+            "position_ids restart inside a row, but with use_cache=True its documents would be read as one; "
+            "pass use_cache=False, so that attention keeps them apart"
         )
