@@ -85,7 +85,7 @@ def training_step(model: Any, ids: torch.Tensor) -> Callable[[], None]:
     return run
 
 
-def main(threads: int = 2, runs: int = 7) -> None:
+def main(threads: int = 2, runs: int = 5) -> None:
     torch.set_num_threads(threads)
     figures: dict[str, Any] = {"shape": "0.8B", "prompt": PROMPT, "vocabulary": 32768}
     ids = torch.randint(0, 32768, (1, PROMPT))
@@ -93,7 +93,8 @@ def main(threads: int = 2, runs: int = 7) -> None:
         models = {name: model.eval() for name, model in build(24, dtype, 32768).items()}
         check_parity(models, ids[:, :64], tolerance)
         for what, make in (("prefill", prefill), ("decode", decode)):
-            times = alternate({name: make(m, ids) for name, m in models.items()}, runs=runs, warmup=1)
+            arms = {name: make(m, ids) for name, m in models.items()}
+            times = alternate(arms, runs=3 * runs if what == "decode" else runs, warmup=1)
             figures[f"{what} {dtype}".replace("torch.", "")] = _summary(times)
         figures[f"prefill memory {dtype}".replace("torch.", "")] = _memory(models, ids)
         del models
@@ -108,7 +109,7 @@ def main(threads: int = 2, runs: int = 7) -> None:
 def _memory(models: dict[str, Any], ids: torch.Tensor) -> dict[str, Any]:
     """Peak of a prefill beyond the weights; what ours needs more is counted in tensors [T, D]."""
     peaks = {
-        name: statistics.median(peak_bytes(prefill(m, ids)) for _ in range(5)) for name, m in models.items()
+        name: statistics.median(peak_bytes(prefill(m, ids)) for _ in range(3)) for name, m in models.items()
     }
     one = ids.numel() * models["plain"].config.hidden_size * models["plain"].dtype.itemsize
     plans = {name: models[name].model.depth_plan for name in MODES}
