@@ -14,6 +14,8 @@ from matplotlib.text import Text
 from records import make_record
 
 from attention_residuals.analysis import plots
+from attention_residuals.analysis.ablation import SourceAblation
+from attention_residuals.analysis.over_training import DepthHistory
 from attention_residuals.analysis.summary import DepthSummary, summarise
 from attention_residuals.analysis.training_curve import TrainingCurve
 
@@ -121,6 +123,42 @@ def test_entropy_and_norms_is_readable(summary: DepthSummary) -> None:
     assert [label.get_text() for label in below.get_xticklabels()][-1] == "final"
     assert above.lines[1].get_ydata().tolist() == summary.entropy.tolist()
     assert below.lines[1].get_ydata().tolist() == summary.output_norm.tolist()
+
+
+@pytest.mark.parametrize("size", ["8 sublayers", "48 sublayers", "48 sublayers, full"])
+def test_source_ablation_is_readable_and_stands_beside_the_depth_map(size: str) -> None:
+    num_sublayers, config = SIZES[size]
+    summary = summarise(make_record(num_sublayers, **config))
+    generator = np.random.default_rng(0)
+    change = np.where(np.isnan(summary.depth_map), np.nan, generator.normal(size=summary.depth_map.shape))
+    change[0] = np.nan
+    change *= 10.0 ** generator.integers(-5, 1, size=change.shape)
+    ablation = SourceAblation(summary.read_names, summary.source_names, 2.0, change)
+    figure = plots.draw_source_ablation(summary, ablation)
+    assert_readable(figure)
+    left, right, _, bar = figure.axes
+    assert bar.get_ylabel() == "change of the loss (nats per token)"
+    np.testing.assert_array_equal(left.images[0].get_array().filled(np.nan), summary.depth_map)
+    np.testing.assert_array_equal(right.images[0].get_array().filled(np.nan), change)
+    low, high = right.images[0].get_clim()
+    assert low == -high == -np.nanmax(np.abs(change))  # zero is in the middle
+    columns = [[label.get_text() for label in axes.get_xticklabels()] for axes in (left, right)]
+    assert columns[0] == columns[1]
+
+
+@pytest.mark.parametrize(("num_steps", "num_sublayers"), [(1, 4), (3, 16), (90, 48)])
+def test_over_training_is_readable(num_steps: int, num_sublayers: int) -> None:
+    summary = summarise(make_record(num_sublayers, num_blocks=2))
+    measures = {name: np.tile(getattr(summary, name), (num_steps, 1)) for name in plots.SHOWN_MEASURES}
+    steps = 1000 * np.arange(1, num_steps + 1)
+    figure = plots.draw_over_training(DepthHistory(steps, summary.read_names, measures))
+    assert_readable(figure)
+    for axes, title in zip(figure.axes[:4], plots.SHOWN_MEASURES.values(), strict=True):
+        assert axes.get_title(loc="left") == title and axes.get_xlabel() == "step"
+    shown = figure.axes[3].images[0].get_array()
+    assert shown.shape == (num_sublayers + 1, num_steps)
+    assert shown.mask[0].all()  # the first read has no choice
+    np.testing.assert_array_equal(shown[1:, 0], summary.embedding_weight[1:])
 
 
 @pytest.mark.parametrize(

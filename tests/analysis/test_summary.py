@@ -57,6 +57,11 @@ def test_entropy_is_the_mean_of_the_tokens_entropies_not_the_entropy_of_the_mean
     np.testing.assert_allclose(summary.effective_sources, [1, 1, 2, math.exp(of_quarters), 3], rtol=1e-6)
 
 
+def test_locality_is_the_mean_over_tokens() -> None:
+    summary = summarise(two_blocks_of_two())
+    np.testing.assert_allclose(summary.locality, [math.nan, 0.5, 0.5, 0.625, 0.5], rtol=1e-6)
+
+
 def test_norms_and_embedding_weight() -> None:
     summary = summarise(two_blocks_of_two())
     assert summary.input_norm.tolist() == [2.0] * 5

@@ -143,6 +143,20 @@ def test_killed_before_the_first_checkpoint(tmp_path: Path, finished: Path) -> N
     assert not (tmp_path / "run" / ".incomplete-x").exists()
 
 
+def test_killed_between_the_last_checkpoint_and_the_model(tmp_path: Path, finished: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished / "run", folder)
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").unlink()
+    started = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(started | {"status": "running"}))
+    result = resume(str(folder), console=quiet())
+    assert result.step == 6
+    assert (folder / "model.safetensors").read_bytes() == weights
+    assert losses(folder) == losses(finished / "run")
+    assert json.loads((folder / "run.json").read_text())["status"] == "finished"
+
+
 def test_more_steps_for_a_finished_run(tmp_path: Path, finished: Path) -> None:
     shutil.copytree(finished / "run", tmp_path / "run")
     with pytest.raises(UserError, match="has finished its 6 steps; raise --max-steps to go on"):

@@ -86,6 +86,11 @@ def encode(loaded: LoadedModel, text: str, *, max_tokens: int | None = None) -> 
     return torch.tensor([ids], device=loaded.model.device)
 
 
+def token_texts(loaded: LoadedModel, input_ids: torch.Tensor) -> list[str]:
+    """What each of the first row's tokens [B, T] says; a token that is part of a letter shows as \\ufffd."""
+    return [str(loaded.tokenizer.decode([token])) for token in input_ids[0].tolist()]
+
+
 def _check_folder(folder: Path) -> None:
     if not folder.exists():
         raise UserError(

@@ -12,12 +12,18 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from attention_residuals.analysis.summary import DepthSummary
+from attention_residuals.analysis.token_measures import Floats
 from attention_residuals.analysis.training_curve import TrainingCurve, last_finite
 from attention_residuals.errors import UserError
+
+if TYPE_CHECKING:
+    from attention_residuals.analysis.ablation import SourceAblation
+    from attention_residuals.analysis.over_training import DepthHistory
 
 
 class MissingMatplotlib(UserError, ImportError):
@@ -27,7 +33,7 @@ class MissingMatplotlib(UserError, ImportError):
 try:
     from matplotlib.axes import Axes
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.colors import PowerNorm
+    from matplotlib.colors import Normalize, PowerNorm, SymLogNorm
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
     from matplotlib.lines import Line2D
@@ -42,9 +48,17 @@ FONT_PT = 9
 TITLE_PT = 12
 TEXT_INCHES = 0.18  # one line of FONT_PT text and a little air
 LETTER_INCHES = 0.075  # mean width of a letter at FONT_PT
+TITLE_INCHES = 2.5  # a panel's title beside another's
 COLORMAP = "cividis"  # perceptually uniform, the same for colour-blind eyes
+DIVERGING = "PuOr_r"
 MANY_SOURCES = 12
 NO_SOURCE = "#eceff1"
+SHOWN_MEASURES = {
+    "normalised_entropy": "entropy / log N",
+    "effective_sources": "effective sources",
+    "locality": "locality",
+    "embedding_weight": "weight on embedding",
+}
 BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#6b7280"  # Okabe and Ito's palette
 
 
@@ -53,34 +67,9 @@ def draw_depth_map(summary: DepthSummary) -> Figure:
 
     The first read's single weight is 1 by definition, so it does not stretch the colour scale.
     """
-    num_rows, num_columns = summary.depth_map.shape
-    cell_width, cell_height = _cell_inches(num_rows, num_columns)
-    is_annotated = cell_width >= 0.45 and cell_height >= TEXT_INCHES
-    map_width, map_height = cell_width * num_columns, cell_height * num_rows
-    margin_left = LETTER_INCHES * max(map(len, summary.read_names)) + 0.4
-    figure = _figure(max(map_width + margin_left + 1.2, 5.5), map_height + 1.9)
-    axes = figure.add_subplot()
-    # with many sources most weights are small: the square root keeps them apart
-    gamma = 1.0 if num_columns <= MANY_SOURCES else 0.5
-    scale = PowerNorm(gamma, vmin=0.0, vmax=_top_of_scale(summary))
-    # masked in place of NaN, so that a cell without a source takes the axes' colour
-    image = axes.imshow(
-        np.ma.masked_invalid(summary.depth_map),
-        cmap=COLORMAP,
-        norm=scale,
-        aspect="auto",
-        interpolation="nearest",
-    )
-    axes.set_facecolor(NO_SOURCE)
-    _mark_partials(axes, image, summary, outlined=is_annotated)
-    if is_annotated:
-        _annotate(axes, image, summary)
-    _name_rows_and_columns(axes, summary, cell_width, cell_height)
+    figure, (axes,) = _figure_of_maps(summary, 1)
+    _draw_weights(axes, summary)
     axes.set_title("Depth map: where each read looks", fontsize=TITLE_PT, loc="left", pad=10)
-    bar = figure.colorbar(image, ax=axes, shrink=min(1.0, 3.5 / map_height), anchor=(0.0, 1.0), pad=0.02)
-    label = "mean depth weight" if gamma == 1.0 else "mean depth weight (square-root scale)"
-    bar.set_label(label, fontsize=FONT_PT + 1)
-    bar.ax.tick_params(labelsize=FONT_PT)
     return figure
 
 
@@ -100,6 +89,47 @@ def draw_entropy_and_norms(summary: DepthSummary) -> Figure:
     below.set_xticks(shown, [summary.read_names[i] for i in shown], rotation=90)
     below.set_xlabel("read or sublayer", fontsize=FONT_PT + 1)
     below.set_xlim(-0.6, num_reads - 0.4)
+    return figure
+
+
+def draw_source_ablation(summary: DepthSummary, ablation: SourceAblation) -> Figure:
+    """The depth map, and beside it the change of the loss without each source, with zero in the middle."""
+    figure, (left, right) = _figure_of_maps(summary, 2)
+    _draw_weights(left, summary)
+    left.set_title("Depth weight", fontsize=TITLE_PT, loc="left", pad=10)
+    change = ablation.loss_change
+    top = max(float(np.max(np.abs(change[np.isfinite(change)]), initial=0.0)), 1e-12)
+    # logarithmic but for the hundredth part around zero: one source may be worth a thousand times another
+    scale = SymLogNorm(linthresh=top / 100, vmin=-top, vmax=top)
+    cell = _cell_inches(*change.shape)
+    image = _draw_map(
+        right, change, (summary.read_names, summary.source_names), cell, scale, "+.2g", DIVERGING
+    )
+    _mark_partials(right, image, summary, change, outlined=_is_annotated(cell))
+    right.set_ylabel("")
+    right.set_title("Loss without the source", fontsize=TITLE_PT, loc="left", pad=10)
+    _add_bar(right, image, change, "change of the loss (nats per token)")
+    return figure
+
+
+def draw_over_training(history: DepthHistory) -> Figure:
+    """A map of reads by steps for each of four measures; reads without a choice are left out."""
+    num_steps, num_reads = len(history.steps), len(history.read_names)
+    width = min(max(LETTER_INCHES * 30, 0.18 * num_steps), 6.0)
+    cell = (width / num_steps, _cell_inches(num_reads, num_steps)[1])
+    margin_left = LETTER_INCHES * max(map(len, history.read_names)) + 0.4
+    figure = _figure(2 * (width + 1.0) + margin_left, 2 * (cell[1] * num_reads + 1.5))
+    panels = figure.subplots(2, 2, sharey=True)
+    names = (history.read_names, tuple(str(step) for step in history.steps))
+    has_choice = np.isfinite(history.measures["normalised_entropy"])
+    for axes, (measure, title) in zip(panels.flat, SHOWN_MEASURES.items(), strict=True):
+        values = np.where(has_choice, history.measures[measure], np.nan).T
+        scale = Normalize(0.0, max(float(np.max(values[np.isfinite(values)], initial=0.0)), 1e-9))
+        image = _draw_map(axes, values, names, cell, scale, None)
+        axes.set_title(title, fontsize=TITLE_PT, loc="left", pad=10)
+        axes.set_xlabel("step", fontsize=FONT_PT + 1, labelpad=8)
+        axes.set_ylabel("read" if axes in panels[:, 0] else "", fontsize=FONT_PT + 1)
+        _add_bar(axes, image, values, "")
     return figure
 
 
@@ -179,12 +209,71 @@ def _ink(image: AxesImage, weight: float) -> str:
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
 
 
-def _mark_partials(axes: Axes, image: AxesImage, summary: DepthSummary, *, outlined: bool) -> None:
+def _figure_of_maps(summary: DepthSummary, count: int) -> tuple[Figure, tuple[Axes, ...]]:
+    num_rows, num_columns = summary.depth_map.shape
+    cell_width, cell_height = _cell_inches(num_rows, num_columns)
+    margin_left = LETTER_INCHES * max(map(len, summary.read_names)) + 0.4
+    width = max(cell_width * num_columns, TITLE_INCHES if count > 1 else 0.0)
+    figure = _figure(max(count * (width + 1.2) + margin_left, 5.5), cell_height * num_rows + 1.9)
+    return figure, tuple(figure.subplots(1, count, sharey=True, squeeze=False)[0])
+
+
+def _draw_weights(axes: Axes, summary: DepthSummary) -> None:
+    weights = summary.depth_map
+    cell = _cell_inches(*weights.shape)
+    # with many sources most weights are small: the square root keeps them apart
+    gamma = 1.0 if weights.shape[1] <= MANY_SOURCES else 0.5
+    scale = PowerNorm(gamma, vmin=0.0, vmax=_top_of_scale(summary))
+    image = _draw_map(axes, weights, (summary.read_names, summary.source_names), cell, scale, ".2f")
+    _mark_partials(axes, image, summary, weights, outlined=_is_annotated(cell))
+    label = "mean depth weight" if gamma == 1.0 else "mean depth weight (square-root scale)"
+    _add_bar(axes, image, weights, label)
+
+
+def _draw_map(
+    axes: Axes,
+    values: Floats,
+    names: tuple[Sequence[str], Sequence[str]],
+    cell: tuple[float, float],
+    scale: Normalize,
+    number: str | None,
+    colormap: str = COLORMAP,
+) -> AxesImage:
+    """Values [rows, columns] as colours, and as numbers in that format where cells have room for them."""
+    # masked in place of NaN, so that a cell without a source takes the axes' colour
+    masked = np.ma.masked_invalid(values)
+    image = axes.imshow(masked, cmap=colormap, norm=scale, aspect="auto", interpolation="nearest")
+    axes.set_facecolor(NO_SOURCE)
+    if number is not None and _is_annotated(cell):
+        for row, column in np.argwhere(~np.isnan(values)):
+            value = values[row, column]
+            ink, text = _ink(image, value), format(value, number)
+            axes.text(column, row, text, ha="center", va="center", fontsize=FONT_PT, color=ink)
+    _name_rows_and_columns(axes, names, cell)
+    return image
+
+
+def _add_bar(axes: Axes, image: AxesImage, values: Floats, label: str) -> None:
+    figure = axes.get_figure()
+    assert isinstance(figure, Figure)
+    map_height = _cell_inches(*values.shape)[1] * len(values)
+    bar = figure.colorbar(image, ax=axes, shrink=min(1.0, 3.5 / map_height), anchor=(0.0, 1.0), pad=0.02)
+    bar.set_label(label, fontsize=FONT_PT + 1)
+    bar.ax.tick_params(labelsize=FONT_PT)
+
+
+def _is_annotated(cell: tuple[float, float]) -> bool:
+    return cell[0] >= 0.45 and cell[1] >= TEXT_INCHES
+
+
+def _mark_partials(
+    axes: Axes, image: AxesImage, summary: DepthSummary, values: Floats, *, outlined: bool
+) -> None:
     marked = np.argwhere(summary.is_partial)
     if not len(marked):
         return
     for read, column in marked:
-        ink = _ink(image, summary.depth_map[read, column])
+        ink = _ink(image, values[read, column])
         if outlined:
             corner = (column - 0.44, read - 0.38)
             axes.add_patch(Rectangle(corner, 0.88, 0.76, fill=False, linestyle=(0, (2, 2)), edgecolor=ink))
@@ -206,24 +295,19 @@ def _mark_partials(axes: Axes, image: AxesImage, summary: DepthSummary, *, outli
     )
 
 
-def _annotate(axes: Axes, image: AxesImage, summary: DepthSummary) -> None:
-    for read, column in np.argwhere(~np.isnan(summary.depth_map)):
-        weight = summary.depth_map[read, column]
-        ink = _ink(image, weight)
-        axes.text(column, read, f"{weight:.2f}", ha="center", va="center", fontsize=FONT_PT, color=ink)
-
-
-def _name_rows_and_columns(axes: Axes, summary: DepthSummary, cell_width: float, cell_height: float) -> None:
-    num_rows, num_columns = summary.depth_map.shape
-    rows = shown_ticks(num_rows, cell_height)
-    axes.set_yticks(rows, [summary.read_names[i] for i in rows])
+def _name_rows_and_columns(
+    axes: Axes, names: tuple[Sequence[str], Sequence[str]], cell: tuple[float, float]
+) -> None:
+    row_names, column_names = names
+    rows = shown_ticks(len(row_names), cell[1])
+    axes.set_yticks(rows, [row_names[i] for i in rows])
     axes.set_ylabel("read", fontsize=FONT_PT + 1)
-    columns = shown_ticks(num_columns, cell_width)
-    names = [summary.source_names[i] for i in columns]
-    if cell_width >= 0.7:
-        axes.set_xticks(columns, [name.replace(" ", "\n") for name in names])
+    columns = shown_ticks(len(column_names), cell[0])
+    shown = [column_names[i] for i in columns]
+    if cell[0] >= 0.7:
+        axes.set_xticks(columns, [name.replace(" ", "\n") for name in shown])
     else:
-        axes.set_xticks(columns, names, rotation=90)
+        axes.set_xticks(columns, shown, rotation=90)
     axes.xaxis.tick_top()
     axes.xaxis.set_label_position("top")
     axes.set_xlabel("source", fontsize=FONT_PT + 1, labelpad=8)

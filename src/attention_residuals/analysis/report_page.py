@@ -12,8 +12,14 @@ from pathlib import Path
 from string import Template
 
 from attention_residuals.analysis.summary import DepthSummary
+from attention_residuals.analysis.token_view import TokenView, measure_options
 
-LONGEST_TEXT = 4000  # characters of the read text that the page shows
+MAP_CAPTION = (
+    "Each row of the map is a read, which mixes the sources in its columns into the input of one "
+    "sublayer; a row adds up to 1. Before training every row is uniform. A coloured first column means "
+    "that the embedding is kept deep into the model, a coloured diagonal that sublayers listen to their "
+    "neighbours, and a coloured cell far from both is a skip."
+)
 
 READS_COLUMNS = (
     "read",
@@ -23,6 +29,7 @@ READS_COLUMNS = (
     "entropy (nats)",
     "entropy / log N",
     "effective sources",
+    "locality",
     "weight on embedding",
     "input norm",
     "output norm",
@@ -41,25 +48,30 @@ class Picture:
 
 def render_page(
     summary: DepthSummary,
+    view: TokenView,
     pictures: Sequence[Picture],
     *,
     title: str,
     facts: Mapping[str, str],
-    text: str,
     footer: str,
 ) -> str:
     """The whole page; every string is escaped here, so callers pass plain text."""
     template = Template(
         resources.files("attention_residuals.analysis").joinpath("report.html").read_text("utf-8")
     )
-    shown = text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} … ({len(text)} characters in all)"
+    is_whole = view.num_shown == summary.num_tokens
+    note = "" if is_whole else f"The first {view.num_shown:,} of {summary.num_tokens:,} tokens."
     return template.substitute(
         title=escape(title),
         facts="\n".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in facts.items()),
-        text=escape(shown),
+        map_caption=escape(MAP_CAPTION),
+        measures=measure_options(),
+        tokens=view.text,
+        tokens_note=note,
+        map_table=view.map_table,
         figures="\n".join(_figure(picture) for picture in pictures),
         reads_table=_reads_table(summary),
-        map_table=_map_table(summary),
+        data=view.data,
         footer=escape(footer),
     )
 
@@ -67,13 +79,14 @@ def render_page(
 def _figure(picture: Picture) -> str:
     png = picture.path.read_bytes()
     width = int.from_bytes(png[16:20], "big")  # from the PNG header
-    # a wide picture keeps its size and scrolls, since shrunk labels could not be read
-    fits = ' class="fits"' if width <= 1000 else ""
+    # no smaller than this, since labels could not be read then: the picture scrolls in its frame instead
+    least = 3 * width // 4
     data = base64.b64encode(png).decode("ascii")
     return (
         f"<section>\n<h2>{escape(picture.heading)}</h2>\n<figure>\n"
-        f'<div class="picture">'
-        f'<img{fits} src="data:image/png;base64,{data}" alt="{escape(picture.alt)}"></div>\n'
+        f'<div class="picture" tabindex="0" role="region" aria-label="{escape(picture.heading)}">'
+        f'<img style="min-width: {least}px" src="data:image/png;base64,{data}" '
+        f'alt="{escape(picture.alt)}"></div>\n'
         f"<figcaption>{escape(picture.caption)}</figcaption>\n</figure>\n</section>"
     )
 
@@ -88,6 +101,7 @@ def _reads_table(summary: DepthSummary) -> str:
             summary.entropy[read],
             summary.normalised_entropy[read],
             summary.effective_sources[read],
+            summary.locality[read],
             summary.embedding_weight[read],
             summary.input_norm[read],
             output,
@@ -97,18 +111,6 @@ def _reads_table(summary: DepthSummary) -> str:
         rows.append(f'<tr><th scope="row">{escape(name)}</th>{"".join(cells)}</tr>')
     caption = f"Means over {summary.num_tokens} tokens, one row per read."
     return _table(caption, READS_COLUMNS, rows)
-
-
-def _map_table(summary: DepthSummary) -> str:
-    rows = []
-    for read, name in enumerate(summary.read_names):
-        cells = []
-        for column, weight in enumerate(summary.depth_map[read]):
-            mark = ' class="partial"' if summary.is_partial[read, column] else ""
-            cells.append(f"<td{mark}>{'' if math.isnan(weight) else f'{weight:.4f}'}</td>")
-        rows.append(f'<tr><th scope="row">{escape(name)}</th>{"".join(cells)}</tr>')
-    caption = "Underlined: the partial sum of the block that is still open."
-    return _table(caption, ("read", *summary.source_names), rows)
 
 
 def _table(caption: str, columns: Sequence[str], rows: Sequence[str]) -> str:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from attention_residuals.analysis.tables import PARTIAL
+from attention_residuals.analysis.token_measures import Floats, entropy, locality
+
 if TYPE_CHECKING:
     import torch
 
     from attention_residuals.analysis.record import DepthRecord
 
-PARTIAL = "partial"
-
-Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
 
@@ -39,6 +39,7 @@ class DepthSummary:
         entropy: [R] mean entropy of the depth weights, in nats: 0 for one source, log N when uniform.
         normalised_entropy: [R] entropy / log N, from 0 to 1; NaN for a read with one source.
         effective_sources: [R] mean of exp(entropy): how many sources a token really mixes, from 1 to N.
+        locality: [R] how near the weighed sources are, from 0 (embedding) to 1 (newest); NaN for one source.
         input_norm: [R] mean L2 norm of the mixture h that the read makes.
         output_norm: [L] mean L2 norm of the sublayer's output.
     """
@@ -51,6 +52,7 @@ class DepthSummary:
     entropy: Floats
     normalised_entropy: Floats
     effective_sources: Floats
+    locality: Floats
     input_norm: Floats
     output_norm: Floats
 
@@ -83,14 +85,15 @@ def summarise(record: DepthRecord) -> DepthSummary:
     source_names = tuple(record.source_names[-1])
     depth_map = np.full((len(record.weights), len(source_names)), np.nan)
     is_partial = np.zeros(depth_map.shape, dtype=np.bool_)
-    entropies = []
+    entropies, localities = [], []
     for read, (weights, names) in enumerate(zip(record.weights, record.source_names, strict=True)):
         weights_NP = _per_token(weights)
         _check_sources(read, names, source_names, len(weights_NP))
         depth_map[read, : len(names)] = weights_NP.mean(axis=1)
         is_partial[read, len(names) - 1] = names[-1] == PARTIAL
-        entropies.append(_entropy(weights_NP))
-    entropy = np.array([values.mean() for values in entropies])
+        entropies.append(entropy(weights_NP))
+        localities.append(locality(weights_NP).mean())
+    mean_entropy = np.array([values.mean() for values in entropies])
     log_N = np.log(np.sum(~np.isnan(depth_map), axis=1))
     return DepthSummary(
         read_names=tuple(record.read_names),
@@ -98,9 +101,10 @@ def summarise(record: DepthRecord) -> DepthSummary:
         num_tokens=record.weights[-1][0].numel(),
         depth_map=depth_map,
         is_partial=is_partial,
-        entropy=entropy,
-        normalised_entropy=np.divide(entropy, log_N, out=np.full_like(entropy, np.nan), where=log_N > 0),
+        entropy=mean_entropy,
+        normalised_entropy=np.divide(mean_entropy, log_N, out=np.full_like(log_N, np.nan), where=log_N > 0),
         effective_sources=np.array([np.exp(values).mean() for values in entropies]),
+        locality=np.array(localities),
         input_norm=np.array([_mean(norm) for norm in record.input_norms]),
         output_norm=np.array([_mean(norm) for norm in record.output_norms]),
     )
@@ -113,12 +117,6 @@ def _per_token(weights: torch.Tensor) -> Floats:
 
 def _mean(norm: torch.Tensor) -> float:
     return float(norm.detach().double().mean())
-
-
-def _entropy(weights_NP: Floats) -> Floats:
-    """Entropy in nats of each token's weights [N, tokens]; a weight of zero adds nothing."""
-    logs = np.log(weights_NP, out=np.zeros_like(weights_NP), where=weights_NP > 0)
-    return np.maximum(-(weights_NP * logs).sum(axis=0), 0.0)
 
 
 def _check_sources(read: int, names: tuple[str, ...], columns: tuple[str, ...], num_weights: int) -> None:

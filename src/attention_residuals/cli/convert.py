@@ -19,10 +19,10 @@ def convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help="Checkpoint folder of a plain model.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="New folder for the converted one.")],
     mode: Annotated[
-        str | None, typer.Option(help="block, or full for one sublayer a block.  [default: block]")
+        str | None, typer.Option(help="block, or full for one sublayer a block. (default: block)")
     ] = None,
     num_blocks: Annotated[
-        int | None, typer.Option(help="Divide the depth into this many blocks.  [default: 8]")
+        int | None, typer.Option(help="Divide the depth into this many blocks. (default: 8)")
     ] = None,
     sublayers_per_block: Annotated[
         int | None, typer.Option(help="Or this many sublayers a block; a layer has two.")
@@ -32,7 +32,7 @@ def convert(
     ] = False,
     verify: Annotated[bool, typer.Option(help="Run both models afterwards and compare their logits.")] = True,
     text: Annotated[
-        Path | None, typer.Option(help="Text file to compare them on.  [default: a built-in paragraph]")
+        Path | None, typer.Option(help="Text file to compare them on. (default: a built-in paragraph)")
     ] = None,
     verbose: VerboseFlag = False,
 ) -> None:

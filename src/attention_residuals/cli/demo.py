@@ -33,7 +33,7 @@ def demo(
     ] = Path("runs/demo"),
     max_steps: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Optimizer steps.  [default: {STEPS}, fewer where they take long]"),
+        typer.Option(min=1, help=f"Optimizer steps. (default: {STEPS}, fewer where they take long)"),
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     verbose: VerboseFlag = False,

@@ -20,12 +20,12 @@ def generate(
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after this many tokens.")] = 128,
     temperature: Annotated[
-        float | None, typer.Option(help=f"Below 1 is bolder, above 1 wilder.  [default: {TEMPERATURE}]")
+        float | None, typer.Option(help=f"Below 1 is bolder, above 1 wilder. (default: {TEMPERATURE})")
     ] = None,
     top_p: Annotated[
-        float | None, typer.Option(help=f"Keep the likeliest tokens up to this sum.  [default: {TOP_P}]")
+        float | None, typer.Option(help=f"Keep the likeliest tokens up to this sum. (default: {TOP_P})")
     ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.  [default: all]")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens. (default: all)")] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")] = False,
     seed: Annotated[int | None, typer.Option(min=0, help="The same seed gives the same sample.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps or auto.")] = "auto",

@@ -27,8 +27,20 @@ def inspect(
     ] = "text",
     max_tokens: Annotated[int, typer.Option(min=1, help="Read at most this many tokens.")] = 512,
     output_dir: Annotated[
-        Path | None, typer.Option(help="Where pictures and report.html go.  [default: MODEL/report]")
+        Path | None, typer.Option(help="Where pictures and report.html go. (default: MODEL/report)")
     ] = None,
+    ablate: Annotated[
+        bool,
+        typer.Option(
+            "--ablate", help="Measure what each source is worth: a forward for each cell of the map."
+        ),
+    ] = False,
+    over_training: Annotated[
+        bool, typer.Option("--over-training", help="Follow the reads through the run's checkpoints.")
+    ] = False,
+    parquet: Annotated[
+        bool, typer.Option("--parquet", help="Write the numbers of every token as Parquet too.")
+    ] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps or auto.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
     verbose: VerboseFlag = False,
@@ -38,22 +50,30 @@ def inspect(
     if verbose:
         set_verbosity(verbose=True)
     # first, since it raises at once where matplotlib is missing
-    from attention_residuals.analysis.load_model import encode, load_model
+    from attention_residuals.analysis.load_model import encode, load_model, token_texts
     from attention_residuals.analysis.report import report_on
 
     loaded = load_model(model, device=device, dtype=dtype)
     input_ids = encode(loaded, text, max_tokens=max_tokens)
+    history = None
+    if over_training:
+        from attention_residuals.analysis.over_training import depth_over_training
+
+        history = depth_over_training(model, text, max_tokens=max_tokens, device=device, dtype=dtype)
     metrics = model / "metrics.jsonl"
     report = report_on(
         loaded.model,
         input_ids,
         output_dir or model / "report",
-        text=str(loaded.tokenizer.decode(input_ids[0])),
+        tokens=token_texts(loaded, input_ids),
         name=model.resolve().name,
         training_metrics=metrics if metrics.is_file() else None,
+        history=history,
+        ablate=ablate,
+        tables=parquet,
     )
     _print_table(report.summary)
-    for path in (*report.pictures, report.page):
+    for path in (*report.pictures, *report.tables, report.page):
         print(path)
 
 

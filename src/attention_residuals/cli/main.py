@@ -18,6 +18,7 @@ from attention_residuals.errors import UserError
 COMMANDS = {
     "demo": "attention_residuals.cli.demo",
     "train": "attention_residuals.cli.train",
+    "compare": "attention_residuals.cli.compare",
     "generate": "attention_residuals.cli.generate",
     "inspect": "attention_residuals.cli.inspect",
     "convert": "attention_residuals.cli.convert",

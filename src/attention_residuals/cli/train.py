@@ -14,7 +14,7 @@ MODEL, DATA, LENGTH, OPTIMIZATION, RUN = "Model", "Data", "Length", "Optimizatio
 def _option(panel: str, help_text: str, *names: str, default: str = "", **more: Any) -> Any:
     """An option that is None unless given, so that a resumed run knows what its command asked for."""
     if default:
-        help_text += f"  [default: {default}]"
+        help_text += f" (default: {default})"
     return typer.Option(*names, help=help_text, rich_help_panel=panel, show_default=False, **more)
 
 

@@ -107,7 +107,8 @@ def resume(
     settings = dataclasses.replace(settings, output_dir=output_dir)
     checkpoint = latest_checkpoint(folder.checkpoints) if complete_checkpoints(folder.checkpoints) else None
     step = step_of(checkpoint) if checkpoint else 0
-    if step >= (settings.max_steps or run["max_steps"]):
+    # Killed after its last checkpoint but before its model was published, a run has that left to do.
+    if run["status"] == "finished" and step >= (settings.max_steps or run["max_steps"]):
         raise UserError(f"the run in {output_dir} has finished its {step} steps; raise --max-steps to go on")
     set_threads(settings)
     prepared = prepare(settings, console, folder=folder, started=run)

@@ -1,0 +1,1 @@
+"""From arms, seeds and sizes to trained models that differ in nothing else, and what they came to."""
