@@ -1,3 +1,6 @@
+import re
+from pathlib import Path
+
 import pytest
 
 from attention_residuals import AttnResConfig
@@ -99,3 +102,11 @@ def test_wrong_types_are_refused(fields, message):
 def test_what_does_not_fit_the_width_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         ReadVariant(**fields).parameter_shapes(8, None)
+
+
+def test_the_example_of_the_page_runs(capsys):
+    page = Path(__file__).parents[1] / "docs" / "variants.md"
+    (example,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    exec(compile(example, page.name, "exec"), {})
+    said = capsys.readouterr().out
+    assert said == "computes the paper's read only, not weights='input_query', heads=4\n"

@@ -212,8 +212,8 @@ def export_settings(
         norm_eps: eps of the model's own norms; others have one field for these and the reads.
 
     Raises:
-        ValueError: the style is unknown, or it can't say this: standard mode, `read_scale="sum"`, a block
-            that is no whole number of layers, two different eps.
+        ValueError: the style is unknown, or it can't say this: standard mode, `read_scale="sum"`, another
+            read than the paper's, a block that is no whole number of layers, two different eps.
     """
     row = _style(style)
     if settings.mode == "standard":
