@@ -68,10 +68,9 @@ class DepthRead(nn.Module):
         self.beyond_kernels = self.variant.beyond_kernels  # once, since it is asked at every read
         shapes = self.variant.parameter_shapes(width, num_sources)
         for name in inspect.get_annotations(DepthRead):
-            shape = shapes.get(name)
-            empty = None if shape is None else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-            self.register_parameter(name, empty)
-        self.reset_parameters()
+            start = torch.ones if name == "key_weight" else torch.zeros
+            made = start(shapes[name], device=device, dtype=dtype) if name in shapes else None
+            self.register_parameter(name, None if made is None else nn.Parameter(made))
 
     def reset_parameters(self, init: Any = nn.init) -> None:
         """Back to the start: a key weight of ones, everything else zero; `init` fills the tensors."""

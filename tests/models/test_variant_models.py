@@ -101,11 +101,10 @@ def test_a_fresh_model_weighs_its_sources_alike_and_starts_to_learn(fields, mode
 
 
 @models
-@modes
-@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+@pytest.mark.parametrize(("family", "mode"), [("llama", FULL), ("llama", BLOCK), ("qwen3_5", BLOCK)], ids=str)
 def test_checkpointing_gives_the_same_gradients(fields, mode, family):
     ids = tiny.token_ids()
-    model = tiny.trained_model({**mode, **fields}, family, 4).train()
+    model = tiny.trained_model({**mode, **fields}, family, 4 if family == "qwen3_5" else 3).train()
     expected = gradients(model, ids)
     assert all(gradient.any() for name, gradient in expected.items() if ".read." in name)
     for use_reentrant in (True, False):
@@ -212,11 +211,11 @@ def test_what_is_not_the_plain_function_is_not_converted(fields, message):
         ar.convert(from_scratch, back=True)
 
 
-@pytest.mark.parametrize("name", ["input-dependent query", "input-independent weights", "no key norm"])
-def test_folders_are_converted_and_restored(name, tmp_path):
+def test_folders_are_converted_and_restored(tmp_path):
     plain = tiny.plain_model("llama", 2, dtype=torch.float32)
     plain.save_pretrained(tmp_path / "plain")
-    settings = ar.AttnResConfig(**BLOCK, **VARIANTS[name], read_scale="sum")
+    fields = {"weights": "input_query", "recency_bias": True}
+    settings = ar.AttnResConfig(**BLOCK, **fields, read_scale="sum")
     convert_folder(tmp_path / "plain", tmp_path / "ours", settings)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert model.model.depth_plan.config == settings
@@ -235,14 +234,10 @@ def test_a_width_that_heads_do_not_divide_is_refused_when_the_model_is_built():
 
 
 def test_fullgraph_compilation():
-    ids = tiny.token_ids()
-    for name in ("input-dependent query", "heads", "window"):
-        torch._dynamo.reset()
-        model = tiny.trained_model({**BLOCK, **MODELS[name]}, "llama", 2)
-        expected = gradients(model, ids)
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        model.zero_grad()
-        compiled(ids, labels=ids).loss.backward()
-        for parameter_name, parameter in model.named_parameters():
-            wanted = expected[parameter_name]
-            assert (parameter.grad - wanted).abs().max() <= 1e-5 * max(1.0, wanted.abs().max())
+    torch._dynamo.reset()
+    fields = {**VARIANTS["sliced input query of heads"], "window": 1}
+    model, ids = tiny.trained_model({**FULL, **fields}, "llama", 1), tiny.token_ids()
+    expected = gradients(model, ids)
+    found = gradients(torch.compile(model, fullgraph=True, backend="aot_eager"), ids)
+    for name, wanted in expected.items():
+        assert (found[f"_orig_mod.{name}"] - wanted).abs().max() <= 1e-5 * max(1.0, wanted.abs().max())
