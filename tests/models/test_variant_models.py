@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import attention_residuals as ar
 from attention_residuals.conversion.folder import convert_folder, restore_folder
+from attention_residuals.models import model_pass
 from attention_residuals.training.optimizer import parameter_groups
 from variant_cases import VARIANTS
 
@@ -226,6 +227,18 @@ def test_folders_are_converted_and_restored(tmp_path):
     files = [load_file(tmp_path / folder / "model.safetensors") for folder in ("plain", "back")]
     assert files[0].keys() == files[1].keys()
     assert all(torch.equal(files[0][key], files[1][key]) for key in files[0])
+
+
+@models
+def test_auto_reads_one_by_one(fields, monkeypatch):
+    """Also where the paper's reads would run in two phases."""
+    monkeypatch.setattr(model_pass, "LEAST_ELEMENTS", 1)
+    per_read, auto = (
+        tiny.trained_model({**BLOCK, **fields, "read_schedule": schedule}, "llama")
+        for schedule in ("per_read", "auto")
+    )
+    assert auto.model.read_groups == ()
+    assert torch.equal(auto(tiny.token_ids()).logits, per_read(tiny.token_ids()).logits)
 
 
 def test_a_width_that_heads_do_not_divide_is_refused_when_the_model_is_built():
