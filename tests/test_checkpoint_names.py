@@ -342,6 +342,8 @@ BAD_SETTINGS = [
     ("fla", {"num_blocks": 3}, "got 3 sublayers"),  # 8 sublayers in 3 blocks
     ("k3", {"read_scale": "sum"}, "read_scale must be 'mean', got 'sum'.*train with read_scale='mean'"),
     ("k3", {"mode": "standard"}, "mode must be 'full' or 'block', got 'standard'"),
+    ("k3", {"heads": 2}, r"reads must be the paper's, got heads=2: 'k3' has no such field; train without it"),
+    ("fla", {"window": 3}, r"reads must be the paper's, got window=3: 'fla' has no such field"),
     ("fla", {"eps": 1e-5}, r"share one eps in 'fla' \(norm_eps\), got 1e-05 for reads and 1e-06 for norms"),
 ]
 

@@ -15,6 +15,14 @@ def test_defaults_are_eight_blocks_of_the_paper():
         "read_scale": "mean",
         "eps": 1e-6,
         "read_schedule": "auto",
+        "window": None,
+        "weights": "query",
+        "activation": "softmax",
+        "key_norm": "weight",
+        "heads": 1,
+        "query_rank": None,
+        "values": "plain",
+        "recency_bias": False,
     }
 
 
@@ -37,6 +45,7 @@ def test_sublayers_per_block_replaces_num_blocks():
         {"mode": "block", "num_blocks": 3, "eps": 1e-5},
         {"mode": "full", "read_schedule": "two_phase"},
         {"mode": "block", "sublayers_per_block": 5, "read_scale": "sum"},
+        {"mode": "full", "window": 3, "heads": 2},
     ],
 )
 def test_json_round_trip(fields):
@@ -71,6 +80,11 @@ def test_is_frozen_hashable_and_keyword_only():
         ),
         ({"mode": "full", "num_blocks": 2}, r"num_blocks belongs to mode='block'.*mode='full'"),
         ({"mode": "standard", "sublayers_per_block": 2}, r"belongs to mode='block'.*mode='standard'"),
+        ({"window": 0}, r"window must be at least 1, got 0; None lets a read see all sources"),
+        ({"mode": "standard", "window": 2}, r"window changes reads, which mode='standard' has not"),
+        ({"mode": "standard", "heads": 2}, r"heads changes reads, which mode='standard' has not.*heads=2"),
+        ({"read_schedule": "two_phase", "window": 2}, r"the paper's reads only, got window=2; use read_sch"),
+        ({"read_schedule": "two_phase", "key_norm": "plain"}, r"paper's reads only, got key_norm='plain'"),
         ({"eps": 0.0}, r"eps must be a finite number above 0, got 0.0; the default is 1e-6"),
         ({"eps": -1e-6}, r"eps must be a finite number above 0"),
         ({"eps": float("nan")}, r"eps must be a finite number above 0, got nan"),
@@ -88,6 +102,7 @@ def test_broken_rules_say_rule_value_and_remedy(fields, message):
         ({"num_blocks": 2.0}, r"num_blocks must be an int, got 2.0 of type float"),
         ({"num_blocks": True}, r"num_blocks must be an int, got True of type bool"),
         ({"sublayers_per_block": "3"}, r"sublayers_per_block must be an int, got '3' of type str"),
+        ({"window": 2.5}, r"window must be an int, got 2.5 of type float"),
         ({"eps": "1e-6"}, r"eps must be a number, got str"),
         ({"eps": True}, r"eps must be a number, got bool"),
     ],

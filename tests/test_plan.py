@@ -134,3 +134,18 @@ def test_sublayers_outside_the_model(mode, sublayer):
     plan = DepthPlan(6, AttnResConfig(mode=mode))
     with pytest.raises(IndexError, match=rf"sublayer must be between 0 and 5, got {sublayer}"):
         plan.closes_block(sublayer)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 20])
+@pytest.mark.parametrize("fields", [{"mode": "full"}, {"num_blocks": 3}, {"sublayers_per_block": 1}], ids=str)
+def test_a_window_keeps_the_embedding_and_the_last_sources(fields, window):
+    all_of_them, windowed = (
+        DepthPlan(12, AttnResConfig(**fields, **more)) for more in ({}, {"window": window})
+    )
+    for read in range(13):
+        embedding, *others = all_of_them.source_names(read)
+        assert windowed.source_names(read) == (embedding, *others[max(0, len(others) - window) :])
+        assert windowed.num_sources(read) == len(windowed.source_names(read))
+        assert windowed.has_partial(read) == all_of_them.has_partial(read)
+        assert windowed.num_finished_blocks(read) == all_of_them.num_finished_blocks(read)
+    assert [windowed.closes_block(s) for s in range(12)] == [all_of_them.closes_block(s) for s in range(12)]

@@ -212,8 +212,8 @@ def export_settings(
         norm_eps: eps of the model's own norms; others have one field for these and the reads.
 
     Raises:
-        ValueError: the style is unknown, or it can't say this: standard mode, `read_scale="sum"`, a block
-            that is no whole number of layers, two different eps.
+        ValueError: the style is unknown, or it can't say this: standard mode, `read_scale="sum"`, another
+            read than the paper's, a block that is no whole number of layers, two different eps.
     """
     row = _style(style)
     if settings.mode == "standard":
@@ -223,6 +223,12 @@ def export_settings(
             f"read_scale must be 'mean', got {settings.read_scale!r}: {style!r} can't multiply a read by its "
             "number of sources; train with read_scale='mean' to export"
         )
+    for name, value in {**settings.changed_fields(), "window": settings.window}.items():
+        if value is not None:
+            raise ValueError(
+                f"reads must be the paper's, got {name}={value!r}: {style!r} has no such field; "
+                "train without it to export"
+            )
     if settings.eps != norm_eps:
         raise ValueError(
             f"reads and norms must share one eps in {style!r} ({row.eps}), got {settings.eps} for reads and "

@@ -107,7 +107,27 @@ def lossless_settings(config: AttnResConfig | None) -> AttnResConfig:
             f"read_scale must be 'sum' to keep a pretrained model's function, got {config.read_scale!r}, "
             "which divides the residual stream by the number of sources; use AttnResConfig(read_scale='sum')"
         )
+    _refuse_lossy_variant(config)
     return config
+
+
+def _refuse_lossy_variant(config: AttnResConfig) -> None:
+    """Raise unless reads with equal weights add up to the residual stream, and can learn others."""
+    if config.window is not None:
+        raise ValueError(
+            f"window must be None to keep a pretrained model's function, got {config.window}: sources "
+            "outside it would be missing from the residual stream; leave it out, or train from scratch"
+        )
+    if config.values != "plain":
+        raise ValueError(
+            f"values must be 'plain' to keep a pretrained model's function, got {config.values!r}: "
+            "normalised sources don't add up to the residual stream; leave it out, or train from scratch"
+        )
+    if config.weights == "uniform":
+        raise ValueError(
+            "weights='uniform' has nothing to learn, so the converted model would stay the plain one; "
+            "use another value of weights"
+        )
 
 
 def to_ours(model: Any, settings: AttnResConfig) -> Any:
@@ -150,7 +170,9 @@ def to_plain(model: Any) -> Any:
             f"only read_scale='sum' has a plain model of the same function, got {settings.read_scale!r}; "
             "keep this model as it is"
         )
-    refuse_trained((name, m.query) for name, m in model.named_modules() if isinstance(m, DepthRead))
+    _refuse_lossy_variant(settings)
+    reads = [(name, m) for name, m in model.named_modules() if isinstance(m, DepthRead)]
+    refuse_trained((name, parameter) for name, read in reads for parameter in read.weighing_parameters())
     swapped: dict[int, Any] = {}
     types = {config.model_type for config in (model.config, backbone.config)}
     architectures = getattr(model.config, RECORD, {}).get("architectures")
@@ -170,7 +192,7 @@ def to_plain(model: Any) -> Any:
 
 
 def refuse_trained(queries: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Raise unless every query is zero; each comes with the name of its read."""
+    """Raise unless every query, or what a variant has instead, is zero; each comes with its read's name."""
     trained = [name for name, query in queries if query.is_meta or bool(query.count_nonzero())]
     if trained:
         raise ValueError(

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeVar
 
 from attention_residuals.config import AttnResConfig
+
+_Source = TypeVar("_Source")
+
+
+def in_window(sources: tuple[_Source, ...], window: int | None) -> tuple[_Source, ...]:
+    """The first source (the embedding) and the last `window` ones; all of them without a window."""
+    if window is None or len(sources) <= 1 + window:
+        return sources
+    return (sources[0], *sources[-window:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,6 +25,7 @@ class DepthPlan:
     A read sees the embedding, every finished block and, if the open block has one, its partial sum
     (arXiv 2603.15031, section on Block Attention Residuals). A block closes when its last sublayer has
     written, so the first read of a block sees finished blocks only. The last block may be shorter.
+    Under `config.window` W a read sees the embedding and the last W of its other sources.
 
     In standard mode there is one source, the residual stream itself, and no block ever closes.
 
@@ -71,8 +82,12 @@ class DepthPlan:
         return read % self.sublayers_per_block != 0
 
     def num_sources(self, read: int) -> int:
-        """N of a read: the embedding, the finished blocks, and the partial sum if there is one."""
-        return 1 + self.num_finished_blocks(read) + int(self.has_partial(read))
+        """N of a read: the embedding, the finished blocks, and the partial sum if there is one.
+
+        At most 1 + W under a window W.
+        """
+        others = self.num_finished_blocks(read) + int(self.has_partial(read))
+        return 1 + (others if self.config.window is None else min(others, self.config.window))
 
     def closes_block(self, sublayer: int) -> bool:
         """Whether a block closes once this sublayer has written; the last sublayer always closes one."""
@@ -92,7 +107,7 @@ class DepthPlan:
             return ("residual stream",)
         word = "sublayer" if self.config.mode == "full" else "block"
         names = ("embedding", *(f"{word} {i + 1}" for i in range(finished)))
-        return (*names, "partial") if self.has_partial(read) else names
+        return in_window((*names, "partial") if self.has_partial(read) else names, self.config.window)
 
     @staticmethod
     def _check(what: str, index: int, count: int) -> None:

@@ -155,7 +155,7 @@ def _is_read(key: str) -> bool:
 
 
 def _fresh(key: str, like: torch.Tensor) -> torch.Tensor:
-    make = torch.zeros if key.endswith(".query") else torch.ones
+    make = torch.ones if key.endswith(".key_weight") else torch.zeros
     return make(like.shape, dtype=like.dtype)
 
 
@@ -177,7 +177,7 @@ def _fit_on_meta(ours: Any, config: Any, weights: StoredWeights, *, reads_missin
 def _stored_queries(folder: Path, reads: dict[str, StoredTensor]) -> Iterator[tuple[str, torch.Tensor]]:
     for key, tensor in reads.items():
         name, _, parameter = key.rpartition(".")
-        if parameter == "query":
+        if parameter != "key_weight":
             with safe_open(folder / tensor.file, framework="pt") as opened:
                 yield name, opened.get_tensor(key)
 

@@ -14,6 +14,7 @@ from attention_residuals.depth_attention.fla import depth_attention_fla
 from attention_residuals.depth_attention.fla import why_not as why_not_fla
 from attention_residuals.depth_attention.lean import depth_attention_lean
 from attention_residuals.depth_attention.reference import depth_attention_reference
+from attention_residuals.variant import ReadVariant
 
 # In order of preference for backend="auto".
 BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
@@ -23,24 +24,43 @@ BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "reference": depth_attention_reference,
 }
 _PLAIN = {Tensor, nn.Parameter}
+_ONLY_THE_PAPERS = "computes the paper's read only, not {}"
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def available_backends(
-    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    variant: ReadVariant | None = None,
 ) -> dict[str, str | None]:
     """Which backends run on this device and dtype: name -> None, or the reason why one cannot.
 
-    "auto" takes the first that can, in this order.
+    "auto" takes the first that can, in this order. Reads of another `variant` than the paper's run in plain
+    PyTorch, with its memory, under the names of "lean" and "reference" alike.
     """
     device = torch.device(device)  # raises RuntimeError for a device that does not exist
     reason = None if dtype in FLOAT_DTYPES else f"sources must be floating point, got {dtype}"
+    beyond = None if variant is None else variant.beyond_kernels
+    kernels = reason or (None if beyond is None else _ONLY_THE_PAPERS.format(beyond))
     return {
-        "cpu": reason or why_not(device, dtype),
-        "fla": reason or why_not_fla(device, dtype),
+        "cpu": kernels or why_not(device, dtype),
+        "fla": kernels or why_not_fla(device, dtype),
         "lean": reason,
         "reference": reason,
     }
+
+
+def _refuse_unknown(backend: str) -> None:
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"backend must be 'auto' or one of {', '.join(BACKENDS)}, got {backend!r}")
+
+
+def refuse_kernels(backend: str, beyond: str) -> None:
+    """Raise ValueError for a backend that is unknown, or can't do what `ReadVariant.beyond_kernels` says."""
+    _refuse_unknown(backend)
+    if backend in ("cpu", "fla"):
+        reason = _ONLY_THE_PAPERS.format(beyond)
+        raise ValueError(f"backend={backend!r} {reason}; use backend='auto' or 'lean'")
 
 
 @overload
@@ -151,13 +171,12 @@ def _choose(
     backend: str, listed: tuple[Tensor, ...], return_weights: bool
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     first = listed[0]
+    _refuse_unknown(backend)
     if backend == "auto":
         if first.is_cpu:
             backend = "lean" if _why_not_cpu(listed) else "cpu"
         else:
             backend = "lean" if _why_not_fla(listed, return_weights) else "fla"
-    elif backend not in BACKENDS:
-        raise ValueError(f"backend must be 'auto' or one of {', '.join(BACKENDS)}, got {backend!r}")
     elif backend == "cpu" and (reason := _why_not_cpu(listed)):
         raise ValueError(f"backend='cpu' can't run here: it {reason}; use backend='auto' or 'lean'")
     if backend == "cpu" and torch.compiler.is_compiling():

@@ -31,7 +31,7 @@ from attention_residuals.config import AttnResConfig
 from attention_residuals.depth_attention.two_phase import SharedRead
 from attention_residuals.models.families import Family
 from attention_residuals.models.model_pass import LOCAL, DepthTrace, row_norms
-from attention_residuals.plan import DepthPlan
+from attention_residuals.plan import DepthPlan, in_window
 from attention_residuals.read import DepthRead
 from attention_residuals.stream import ResidualStream
 
@@ -53,6 +53,7 @@ class AttnResNorm(nn.Module):
 
     read: DepthRead | None
     sees_partial: bool
+    window: int | None
     attn_res_family: Family
     # transformers replaces the forward of modules that carry a kernel's name; a read must not be bypassed.
     kernel_layer_name = "AttnResNorm"
@@ -80,6 +81,7 @@ class AttnResNorm(nn.Module):
         With `shared`, what phase 1 found for this read, `sources` are the others.
         """
         norm = super().forward
+        sources = in_window(sources, self.window)
         two_phase: dict[str, Any] = {} if shared is None else {"shared": shared, "dtype": dtype}
         if self.read is None:
             (mixture,) = sources  # the embedding alone: returned unchanged
@@ -255,14 +257,15 @@ def attach(backbone: nn.Module, config: AttnResConfig, family: Family) -> DepthP
     Args:
         backbone: the model that holds layers and final norm, e.g. `Qwen3_5TextModel`; its config says the
             width.
-        config: mode, blocks, read scale and eps.
+        config: mode, blocks, window, and what a read computes.
         family: where this architecture keeps its parts.
 
     Returns:
         The plan: which sources each read sees.
 
     Raises:
-        ValueError: the backbone has reads already, or a layer reads the residual stream elsewhere too.
+        ValueError: the backbone has reads already, or a layer reads the residual stream elsewhere too;
+            the variant of the reads doesn't fit the width.
         AttributeError: a part that the family's row names is missing.
     """
     layers = family.layers_of(backbone)
@@ -309,12 +312,16 @@ def _swap_norm(norm: Any, make_class: Any, read: int, plan: DepthPlan, family: F
     like = next(itertools.chain(norm.parameters(), backbone.parameters()))  # a norm may have no parameters
     norm.attn_res_family = family
     norm.sees_partial = plan.has_partial(read)
+    norm.window = plan.config.window
     norm.read = None
     if plan.num_sources(read) > 1:
         norm.read = DepthRead(
             backbone.config.hidden_size,
             eps=plan.config.eps,
             read_scale=plan.config.read_scale,
+            variant=plan.config.variant,
+            num_sources=plan.num_sources(read),
+            has_partial=plan.has_partial(read),
             device=like.device,
             dtype=like.dtype,
         )

@@ -63,8 +63,7 @@ class _Reads:
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, DepthRead):
-            init.zeros_(module.query)
-            init.ones_(module.key_weight)
+            module.reset_parameters(init)
         else:
             super()._init_weights(module)  # type: ignore[misc]
 
@@ -133,7 +132,8 @@ def attach_to_backbone(backbone: Any) -> None:
     config = AttnResConfig.from_dict(backbone.config.attn_res)
     family = family_of(backbone.config)
     backbone.depth_plan = attach(backbone, config, family)
-    per_read = config.read_schedule == "per_read"
+    # Two phases have the paper's reads only; `AttnResConfig` has refused to force them on others.
+    per_read = config.read_schedule == "per_read" or config.window is not None or config.changed_fields()
     plan, count = backbone.depth_plan, family.sublayers_per_layer
     backbone.read_groups = () if per_read else least_traffic_groups(plan, count)
     backbone.depth_records = []
