@@ -29,6 +29,7 @@ from attention_residuals.training.prepare import prepare
 from attention_residuals.training.run import train
 from attention_residuals.training.settings import TrainSettings
 
+COMMAND = "python -m experiments.retrofit WORK_FOLDER"
 RESULTS = Path(__file__).parent / "results"
 ARMS: dict[str, dict[str, Any]] = {
     "plain": {"mode": "standard"},
@@ -199,7 +200,7 @@ def main(work: Path) -> None:
     )  # fmt: skip
     parameters = sum(p.numel() for p in ar.Qwen3_5AttnResForCausalLM.from_pretrained(plain).parameters())
     results: dict[str, Any] = {
-        "origin": origin(), "parameters": parameters, "plain_steps": PLAIN_STEPS, "steps": STEPS,
+        "origin": origin() | {"command": COMMAND}, "parameters": parameters, "plain_steps": PLAIN_STEPS, "steps": STEPS,
         "tokens_per_step": COMMON["context"] * COMMON["batch_size"], "arms": {arm: {} for arm in ARMS},
     }  # fmt: skip
     for seed in SEEDS:
