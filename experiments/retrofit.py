@@ -200,9 +200,13 @@ def main(work: Path) -> None:
     )  # fmt: skip
     parameters = sum(p.numel() for p in ar.Qwen3_5AttnResForCausalLM.from_pretrained(plain).parameters())
     results: dict[str, Any] = {
-        "origin": origin() | {"command": COMMAND}, "parameters": parameters, "plain_steps": PLAIN_STEPS, "steps": STEPS,
-        "tokens_per_step": COMMON["context"] * COMMON["batch_size"], "arms": {arm: {} for arm in ARMS},
-    }  # fmt: skip
+        "origin": origin() | {"command": COMMAND},
+        "parameters": parameters,
+        "plain_steps": PLAIN_STEPS,
+        "steps": STEPS,
+        "tokens_per_step": COMMON["context"] * COMMON["batch_size"],
+        "arms": {arm: {} for arm in ARMS},
+    }
     for seed in SEEDS:
         for arm in ARMS:
             results["arms"][arm][seed] = continue_arm(work, plain, second, arm, seed)
