@@ -100,10 +100,15 @@ def report_on(
         tables: whether to write the numbers of every token as Parquet too.
 
     Raises:
-        UserError: the model keeps the standard residual stream, metrics or folder cannot be used, or pyarrow
-            is missing.
+        UserError: the model keeps the standard residual stream or its reads a window, metrics or folder cannot
+            be used, or pyarrow is missing.
     """
     record = record_forward(model, input_ids)
+    if (window := record.plan.config.window) is not None:
+        raise UserError(
+            f"the depth map needs reads that see every earlier source, got a model with window={window}; use "
+            "record_depth_weights(model) and its to_table()"
+        )
     summary = summarise(record)
     curve = None if training_metrics is None else read_training_curve(training_metrics)
     ablation = _ablation(model, input_ids) if ablate else None
