@@ -100,8 +100,8 @@ def report_on(
         tables: whether to write the numbers of every token as Parquet too.
 
     Raises:
-        UserError: the model keeps the standard residual stream or its reads a window, metrics or folder cannot
-            be used, or pyarrow is missing.
+        UserError: the model keeps the standard residual stream, or its reads have a window; metrics or folder
+            cannot be used; pyarrow is missing.
     """
     record = record_forward(model, input_ids)
     if (window := record.plan.config.window) is not None:
