@@ -13,15 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tiny_shapes import LLAMA_TO_TRAIN
+
 PAGE = (Path(__file__).parents[2] / "docs" / "comparing.md").read_text(encoding="utf-8")
-SHAPE = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "intermediate_size": 24,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
 
 
 @pytest.fixture
@@ -30,7 +24,7 @@ def inputs(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "120")
     Path("text.txt").write_text("one two three four five six\n" * 40, encoding="utf-8")
-    Path("shape.json").write_text(json.dumps(SHAPE), encoding="utf-8")
+    Path("shape.json").write_text(json.dumps(LLAMA_TO_TRAIN), encoding="utf-8")
     (settings,) = re.findall(r"```toml\n(.*?)```", PAGE, flags=re.DOTALL)
     Path("comparison.toml").write_text(settings, encoding="utf-8")
     return tmp_path

@@ -9,20 +9,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny_comparison import SHAPE
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from attention_residuals.comparison.depth import average, measure_depth
 from attention_residuals.models.auto import config_class, model_class
+from tiny_shapes import LLAMA_TO_TRAIN
 
 IDS = torch.arange(24).reshape(2, 12)
 
 
 def save_model(folder, attn_res):
     config_type = config_class("llama")
-    fields = {name: value for name, value in SHAPE.items() if name != "model_type"}
+    fields = {name: value for name, value in LLAMA_TO_TRAIN.items() if name != "model_type"}
     torch.manual_seed(0)
     model = model_class(LlamaForCausalLM, "llama")(config_type(**fields, vocab_size=24, attn_res=attn_res))
     for parameter in model.parameters():

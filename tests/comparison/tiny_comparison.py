@@ -10,15 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from attention_residuals.comparison.settings import ComparisonSettings, read_settings
+from tiny_shapes import LLAMA_TO_TRAIN
 
-SHAPE = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "intermediate_size": 24,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
 TEXT = "\n".join(f"{i}. Blocks close, sums are kept, and block {i + 1} begins." for i in range(60))
 
 
@@ -26,7 +19,7 @@ def tiny_settings(folder: Path, *, train: dict[str, Any] | None = None, **change
     """Two arms, one seed, four steps; everything lies in `folder`."""
     text, shape = folder / "text.txt", folder / "shape.json"
     text.write_text(TEXT, encoding="utf-8")
-    shape.write_text(json.dumps(SHAPE), encoding="utf-8")
+    shape.write_text(json.dumps(LLAMA_TO_TRAIN), encoding="utf-8")
     fields = {
         "data": [str(text)],
         "vocab_size": 300,

@@ -22,33 +22,11 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
-VOCABULARY = 67
-TEXT: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "pad_token_id": 0,
-    "eos_token_id": None,
-    "bos_token_id": None,
-}
-QWEN3_5 = {
-    **TEXT,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1e4,
-        "partial_rotary_factor": 0.5,
-        "mrope_section": [1, 1, 0],
-        "mrope_interleaved": True,
-    },
-}
+from tiny_shapes import DECODER, DELTA_NET
+
+VOCABULARY = DECODER["vocab_size"]
+TEXT: dict[str, Any] = {**DECODER, "num_hidden_layers": 4}
+QWEN3_5 = {**TEXT, **DELTA_NET}
 MOE = {
     **QWEN3_5,
     "num_experts": 4,

@@ -13,33 +13,11 @@ from transformers import (
 )
 
 import attention_residuals as ar
+from tiny_shapes import DECODER, DELTA_NET
 
-VOCABULARY = 67
-COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "pad_token_id": 0,
-    "eos_token_id": None,
-    "bos_token_id": None,
-}
-QWEN3_5 = {
-    **COMMON,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1e4,
-        "partial_rotary_factor": 0.5,
-        "mrope_section": [1, 1, 0],
-        "mrope_interleaved": True,
-    },
-}
+VOCABULARY = DECODER["vocab_size"]
+COMMON = DECODER
+QWEN3_5 = {**DECODER, **DELTA_NET}
 FAMILIES = {
     "qwen3_5": (
         QWEN3_5,
