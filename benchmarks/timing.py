@@ -52,6 +52,13 @@ def median_ratio(times: dict[str, list[float]], arm: str, against: str) -> float
     return statistics.median(a / b for a, b in zip(times[arm], times[against], strict=True))
 
 
+def quartiles(times: dict[str, list[float]], arm: str, against: str) -> list[float]:
+    """The first and third quartile over the rounds of arm / against: how far to trust the median."""
+    ratios = [a / b for a, b in zip(times[arm], times[against], strict=True)]
+    first, _, third = statistics.quantiles(ratios, n=4)
+    return [round(first, 4), round(third, 4)]
+
+
 def peak_bytes(function: Callable[[], Any]) -> int:
     """How far the process's memory rises above what it holds before, while `function` runs. Linux only."""
     gc.collect()

@@ -11,7 +11,7 @@ from transformers import DynamicCache, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 import attention_residuals as ar
 from attention_residuals.training.presets import PRESETS
-from benchmarks.timing import alternate, median_ratio, medians, peak_bytes, save
+from benchmarks.timing import alternate, median_ratio, medians, peak_bytes, quartiles, save
 
 PROMPT = 512
 MODES: dict[str, dict[str, Any]] = {
@@ -85,6 +85,7 @@ def training_step(model: Any, ids: torch.Tensor) -> Callable[[], None]:
 
 
 def main(threads: int = 2, runs: int = 4) -> None:
+    """`runs` are the rounds of a bfloat16 prefill; what is shorter or spreads more gets more rounds."""
     torch.set_num_threads(threads)
     figures: dict[str, Any] = {"shape": "0.8B", "prompt": PROMPT, "vocabulary": 32768}
     torch.manual_seed(0)
@@ -95,13 +96,14 @@ def main(threads: int = 2, runs: int = 4) -> None:
         check_parity(models, ids[:, :64], tolerance)
         for what, make in (("prefill", prefill), ("decode", decode)):
             arms = {name: make(m, ids) for name, m in models.items()}
-            times = alternate(arms, runs=10 * runs if what == "decode" else runs, warmup=1)
+            rounds = runs * (25 if what == "decode" else 6 if dtype is torch.float32 else 1)
+            times = alternate(arms, runs=rounds, warmup=1)
             figures[f"{what} {dtype}".replace("torch.", "")] = _summary(times)
         figures[f"prefill memory {dtype}".replace("torch.", "")] = _memory(models, ids)
         del models
     models = {name: model.eval() for name, model in build(8, torch.float32, 32768).items()}
     steps = {name: training_step(m, ids) for name, m in models.items()}
-    figures["training step of 8 layers, float32"] = _summary(alternate(steps, runs=runs, warmup=1))
+    figures["training step of 8 layers, float32"] = _summary(alternate(steps, runs=2 * runs, warmup=1))
     for name, value in figures.items():
         print(name, value)
     print("written", save("whole_model", figures))
@@ -125,4 +127,6 @@ def _summary(times: dict[str, list[float]]) -> dict[str, Any]:
     return {
         "median_ms": {name: round(1e3 * value, 2) for name, value in medians(times).items()},
         "ratio_to_plain": {name: round(median_ratio(times, name, "plain"), 4) for name in MODES},
+        "ratio_quartiles": {name: quartiles(times, name, "plain") for name in MODES},
+        "rounds": len(times["plain"]),
     }
