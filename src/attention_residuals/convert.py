@@ -107,11 +107,11 @@ def lossless_settings(config: AttnResConfig | None) -> AttnResConfig:
             f"read_scale must be 'sum' to keep a pretrained model's function, got {config.read_scale!r}, "
             "which divides the residual stream by the number of sources; use AttnResConfig(read_scale='sum')"
         )
-    _refuse_lossy_variant(config)
+    refuse_lossy_variant(config)
     return config
 
 
-def _refuse_lossy_variant(config: AttnResConfig) -> None:
+def refuse_lossy_variant(config: AttnResConfig) -> None:
     """Raise unless reads with equal weights add up to the residual stream, and can learn others."""
     if config.window is not None:
         raise ValueError(
@@ -170,7 +170,7 @@ def to_plain(model: Any) -> Any:
             f"only read_scale='sum' has a plain model of the same function, got {settings.read_scale!r}; "
             "keep this model as it is"
         )
-    _refuse_lossy_variant(settings)
+    refuse_lossy_variant(settings)
     reads = [(name, m) for name, m in model.named_modules() if isinstance(m, DepthRead)]
     refuse_trained((name, parameter) for name, read in reads for parameter in read.weighing_parameters())
     swapped: dict[int, Any] = {}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from attention_residuals.cli.assignments import parse_assignments
 from attention_residuals.cli.verbosity import VerboseFlag, set_verbosity
 from attention_residuals.errors import UserError
 
@@ -71,7 +71,7 @@ def compare(
     set_verbosity(verbose=verbose)
     from attention_residuals.comparison.settings import read_settings
 
-    given["train"] = {**_assignments(option or []), **_given(train)}
+    given["train"] = {**parse_assignments("--set", option or [], "warmup=0.1"), **_given(train)}
     _run(read_settings(settings, _given(given)), jobs, threads)
 
 
@@ -137,18 +137,3 @@ def _numbers(name: str, text: str | None, kind: type) -> list[Any] | None:
         raise UserError(
             f"--{name} must be numbers with commas between, such as {example}; got {text!r}"
         ) from error
-
-
-def _assignments(options: Sequence[str]) -> dict[str, Any]:
-    """`name=value` to options of attnres train; a value is TOML, or else text."""
-    values: dict[str, Any] = {}
-    for option in options:
-        name, equals, text = option.partition("=")
-        if not equals:
-            raise UserError(f"--set needs NAME=VALUE, such as warmup=0.1; got {option!r}")
-        try:
-            value = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            value = text
-        values[name.strip().replace("-", "_")] = value
-    return values

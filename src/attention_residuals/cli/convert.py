@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from attention_residuals.cli.assignments import parse_assignments
 from attention_residuals.cli.verbosity import VerboseFlag, set_verbosity
 from attention_residuals.errors import UserError
 
@@ -27,6 +29,13 @@ def convert(
     sublayers_per_block: Annotated[
         int | None, typer.Option(help="Or this many sublayers a block; a layer has two.")
     ] = None,
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="How reads differ from the paper's, such as activation=sigmoid; may be repeated.",
+        ),
+    ] = None,
     back: Annotated[
         bool, typer.Option("--back", help="From a converted folder to the plain one, if untrained.")
     ] = False,
@@ -44,7 +53,7 @@ def convert(
     words = None if text is None else _read_text(text)
     from attention_residuals.conversion.folder import convert_folder, restore_folder
 
-    settings = lossless(mode, num_blocks, sublayers_per_block, back=back)
+    settings = lossless(mode, num_blocks, sublayers_per_block, variant or [], back=back)
     if settings is None:
         _report(restore_folder(source, target, verify=verify, text=words), "removed")
     else:
@@ -52,7 +61,12 @@ def convert(
 
 
 def lossless(
-    mode: str | None, num_blocks: int | None, sublayers_per_block: int | None, *, back: bool
+    mode: str | None,
+    num_blocks: int | None,
+    sublayers_per_block: int | None,
+    variant: Sequence[str] = (),
+    *,
+    back: bool,
 ) -> AttnResConfig | None:
     """The settings that the options say; None for the way back.
 
@@ -64,6 +78,7 @@ def lossless(
 
     given = {"mode": mode, "num_blocks": num_blocks, "sublayers_per_block": sublayers_per_block}
     given = {name: value for name, value in given.items() if value is not None}
+    given |= parse_assignments("--variant", variant, "activation=sigmoid")
     if back:
         if given:
             option = next(iter(given)).replace("_", "-")

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from attention_residuals.cli.assignments import parse_assignments
 from attention_residuals.cli.verbosity import VerboseFlag, set_verbosity
 
 MODEL, DATA, LENGTH, OPTIMIZATION, RUN = "Model", "Data", "Length", "Optimization", "Run"
@@ -37,6 +38,14 @@ def train(
     ] = None,
     read_scale: Annotated[
         str | None, _option(MODEL, "mean (the paper) or sum (lossless conversion).", default="mean")
+    ] = None,
+    variant: Annotated[
+        list[str] | None,
+        _option(
+            MODEL,
+            "How reads differ from the paper's, such as activation=sigmoid; may be repeated.",
+            metavar="NAME=VALUE",
+        ),
     ] = None,
     train_only: Annotated[
         str | None, _option(MODEL, "reads: train queries and key weights, freeze all else.")
@@ -142,6 +151,8 @@ def train(
     options = {name: value for name, value in locals().items() if value not in (None, [])}
     for name in ("resume", "overwrite", "verbose"):
         options.pop(name)
+    if variant:
+        options["variant"] = parse_assignments("--variant", variant, "activation=sigmoid")
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
     set_verbosity(verbose=verbose)
     _run(given, resume=resume, overwrite=overwrite)

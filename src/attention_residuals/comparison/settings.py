@@ -24,6 +24,7 @@ ARM_FIELDS = (
     "num_blocks",
     "sublayers_per_block",
     "read_scale",
+    "variant",
     "read_lr_factor",
     "optimizer",
     "weight_decay",
@@ -37,6 +38,7 @@ DECIDED_ELSEWHERE = {
     "num_blocks": "arms",
     "sublayers_per_block": "arms",
     "read_scale": "arms",
+    "variant": "arms",
     "seed": "seeds",
     "learning_rate": "learning_rates",
     "output_dir": "output_dir",
@@ -215,16 +217,19 @@ def typed(name: str, value: Any) -> Any:
         raise UserError(f"attnres train has no option {name!r}; see attnres train --help")
     hint = hints[name]
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if typing.get_origin(hint) is tuple:
+    origin = typing.get_origin(hint)
+    if origin is tuple:
         value = (value,) if isinstance(value, str) else value
         if isinstance(value, Sequence) and all(isinstance(item, str) for item in value):
             return tuple(value)
+    elif origin is Mapping and isinstance(value, dict):
+        return value
     elif float in kinds and type(value) is int:
         return float(value)
     elif type(value) in kinds:
         return value
-    if typing.get_origin(hint) is tuple:
-        expected = "list of str"
+    if origin in (tuple, Mapping):
+        expected = "list of str" if origin is tuple else "table"
     else:
         expected = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
     raise UserError(f"{name} must be of type {expected}, got {value!r}")

@@ -40,7 +40,7 @@ class StagePlan:
         sublayers_per_layer: sublayers of a decoder layer.
 
     Raises:
-        ValueError: the layers don't add up to the depth, a stage is empty, or the stages don't fill the ranks.
+        ValueError: the layers don't add up to the depth, a stage is empty, or ranks differ in stages.
     """
 
     depth: DepthPlan

@@ -12,6 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrain
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from attention_residuals.config import AttnResConfig
+from attention_residuals.convert import refuse_lossy_variant
 from attention_residuals.errors import UserError
 from attention_residuals.models.auto import causal_lm_class, config_class, plain_model_type
 from attention_residuals.models.families import FAMILIES
@@ -164,6 +165,10 @@ def _saved_config(folder: str, given: dict[str, Any]) -> PreTrainedConfig:
                 "options out"
             )
         return saved
+    try:
+        refuse_lossy_variant(AttnResConfig.from_dict(given))
+    except ValueError as error:
+        raise UserError(f"--from {folder} is a plain model, and {error}") from error
     # zero queries with "sum" give exactly the residual stream the weights were trained with
     attn_res = {"read_scale": "sum", **given} if given.get("mode", "block") != "standard" else given
     fields["attn_res"] = attn_res if given else {"mode": "standard"}

@@ -143,8 +143,11 @@ def _announce(
     console: Console,
 ) -> dict[str, int]:
     """Print the summary, before any weight takes memory; returns the model's parameter counts."""
-    with torch.device("meta"):
-        shape = causal_lm_class(config)(config)
+    try:
+        with torch.device("meta"):
+            shape = causal_lm_class(config)(config)
+    except ValueError as error:  # such as heads that don't divide the width
+        raise UserError(f"the model cannot be built: {error}") from error
     facts = model_facts(shape)
     with torch.device("meta"):
         shape = make_trainable(shape, settings)

