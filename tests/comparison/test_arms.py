@@ -81,7 +81,7 @@ def test_a_size_is_a_preset_a_file_or_a_folder(tmp_path):
     model = tmp_path / "plain"
     model.mkdir()
     (model / "config.json").write_text("{}", encoding="utf-8")
-    file = tiny_settings(tmp_path).sizes[0]
+    file = tiny_settings(tmp_path).sizes[0].model
     plan = read_settings(None, {"arms": ["full"], "sizes": ["small", file, str(model)]}).plan()
     assert [run.size for run in plan] == ["small", "shape", "plain"]
     assert plan[1].settings.model_config == file and plan[2].settings.from_checkpoint == str(model)

@@ -10,6 +10,7 @@ from pathlib import Path
 from string import Template
 
 from attention_residuals.comparison.results import ArmResult, Mean, RateResult, RunRecord
+from attention_residuals.comparison.scaling import ScalingResult
 
 PAGE = Template("""<!DOCTYPE html>
 <html lang="en">
@@ -59,6 +60,12 @@ LOSS_CAPTION = (
     "Validation loss at the last step, in nats per token: mean over seeds and its standard error. The "
     "difference from the first arm is taken seed by seed, since the runs of a seed share initial weights, "
     "text and order, and then averaged; below zero is better than the first arm."
+)
+SCALING_CAPTION = (
+    "L = A C^-b through the mean validation losses, with C in PFLOP/s-days (beside each size): 6 x "
+    "parameters without reads x tokens. The multiplier is the first arm's compute for the loss that an arm's "
+    "law has at the largest size, over that size's compute; above 1 the arm saves compute. The interval draws "
+    "the seeds of each size anew, the same for both arms; with few seeds it is too narrow."
 )
 RUN_COLUMNS = (
     "run",
@@ -136,6 +143,27 @@ def sweep_table(results: Sequence[ArmResult]) -> str:
         for rate in result.rates
     ]
     return _table(("arm", "learning rate", "validation loss", "standard error", "seeds"), rows)
+
+
+def scaling_table(results: Sequence[ScalingResult]) -> str:
+    """The power laws and the compute multipliers over the sizes."""
+    rows = []
+    for result in results:
+        low, high = result.interval or (None, None)
+        interval = "–" if low is None else f"{number(low, '.2f')} to {number(high, '.2f')}"
+        rows.append(
+            (
+                result.arm,
+                *(number(point.loss) for point in result.points),
+                number(result.law.coefficient),
+                number(result.law.exponent),
+                number(result.multiplier, ".2f"),
+                interval,
+            )
+        )
+    sizes = [f"{point.size} ({point.compute:.2g})" for point in results[0].points]
+    columns = ("arm", *sizes, "A", "b", "compute multiplier", "95% interval")
+    return f"<p>{escape(SCALING_CAPTION)}</p>\n{_table(columns, rows)}"
 
 
 def picture(path: Path, title: str, caption: str) -> str:

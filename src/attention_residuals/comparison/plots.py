@@ -13,12 +13,13 @@ from attention_residuals.analysis.plots import DPI, FONT_PT, TITLE_PT
 from attention_residuals.analysis.training_curve import TrainingCurve
 from attention_residuals.comparison.depth import DepthMeasures
 from attention_residuals.comparison.results import ArmResult
+from attention_residuals.comparison.scaling import ScalingResult
 
 # matplotlib comes last: importing the pictures above tells what to install where it is missing
 from matplotlib.axes import Axes  # isort: skip
 from matplotlib.backends.backend_agg import FigureCanvasAgg  # isort: skip
 from matplotlib.figure import Figure  # isort: skip
-from matplotlib.ticker import MaxNLocator  # isort: skip
+from matplotlib.ticker import MaxNLocator, ScalarFormatter  # isort: skip
 
 # Okabe and Ito's palette, told apart by colour-blind eyes; dashes and markers tell apart what shares a colour
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
@@ -64,6 +65,32 @@ def draw_sweep(results: Sequence[ArmResult], title: str) -> Figure:
             axes.errorbar(x, y, error, capsize=3, label=result.arm, **_look(index))
     axes.set_xscale("log")
     _finish(axes, f"{title}: learning-rate sweep", "peak learning rate", "validation loss (nats per token)")
+    return figure
+
+
+def draw_scaling(results: Sequence[ScalingResult]) -> Figure:
+    """Loss against compute on logarithmic axes: each arm's means, seeds, and power law."""
+    figure = _figure(7.0, 4.8)
+    axes = figure.add_subplot()
+    for index, result in enumerate(results):
+        look = _look(index)
+        compute = [point.compute for point in result.points]
+        law = f"{result.law.coefficient:.3f} C^-{result.law.exponent:.4f}"
+        axes.plot(
+            compute,
+            [result.law.loss(c) for c in compute],
+            label=f"{result.arm}: {law}",
+            **{**look, "marker": None},
+        )
+        axes.plot(compute, [point.loss for point in result.points], **{**look, "linestyle": "none"})
+        seeds = [(p.compute, loss) for p in result.points for loss in p.loss_by_seed.values()]
+        axes.plot(*zip(*seeds, strict=True), ".", color=look["color"], markersize=3, alpha=0.5)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.yaxis.set_minor_formatter(ScalarFormatter())
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.tick_params(which="minor", labelsize=FONT_PT)
+    _finish(axes, "loss against compute", "PFLOP/s-days", "validation loss (nats per token)")
     return figure
 
 

@@ -21,6 +21,7 @@ from attention_residuals.comparison.results import (
     summarise_arms,
     write_tables,
 )
+from attention_residuals.comparison.scaling import ScalingResult, fit_scaling
 from attention_residuals.comparison.settings import PlannedRun
 from attention_residuals.training.run_folder import write_beside
 
@@ -34,6 +35,7 @@ DEPTH_CAPTION = (
     "Logarithmic scale. A sublayer receives the residual stream in standard mode, else the mixture that its "
     "read makes; the gradient is that of the loss with respect to all weights of a layer but its reads'."
 )
+SCALING_CAPTION = "Large marks are means over seeds, small ones single runs, lines the power laws."
 MAP_CAPTION = "Mean depth weight, reads as rows and sources as columns; the first seed's model."
 
 
@@ -45,6 +47,7 @@ class ComparisonReport:
     page: Path
     tables: tuple[Path, Path]
     pictures: tuple[Path, ...]
+    scaling: tuple[ScalingResult, ...]
 
 
 def write_report(
@@ -78,12 +81,18 @@ def write_report(
         for path, title, caption in _draw_size(size, mine, done, folders, folder):
             pictures.append(path)
             sections.append(page.picture(path, title, caption))
+    scaling = fit_scaling(results, records)
+    if scaling:
+        path = depth_plots.save_picture(plots.draw_scaling(scaling), folder / "scaling.png")
+        pictures.append(path)
+        sections += [page.heading("Over sizes"), page.scaling_table(scaling)]
+        sections.append(page.picture(path, "Loss against compute", SCALING_CAPTION))
     names = ", ".join(dict.fromkeys(record.arm for record in records))
     footer = f"Written by attention_residuals {version('attention_residuals')}."
     content = page.render_page(f"Comparison of {names}", _notes(records), sections, records, footer)
     write_beside(folder / "report.html", content)
     return ComparisonReport(
-        results=results, page=folder / "report.html", tables=tables, pictures=tuple(pictures)
+        results=results, page=folder / "report.html", tables=tables, pictures=tuple(pictures), scaling=scaling
     )
 
 

@@ -56,6 +56,23 @@ class Arm:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Size:
+    """One size to train every arm at.
+
+    Attributes:
+        model: a preset, a JSON file with the fields of a model, or the folder of a saved model to start from.
+        train: fields of `TrainSettings` for this size, such as a larger model's `max_steps`.
+    """
+
+    model: str
+    train: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        return self.model if self.model in PRESETS else _slug(Path(self.model).expanduser().resolve().stem)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedRun:
     """One training run of a comparison.
 
@@ -80,7 +97,7 @@ class ComparisonSettings:
 
     Args:
         arms: the first is the one that the others are measured against.
-        sizes: presets, JSON files with the fields of a model, or folders of saved models to start from.
+        sizes: each a model, perhaps with training options of its own.
         seeds: of weights, data order and the choice of validation text.
         learning_rates: peak rates that every arm tries; empty for each size's own.
         train: other fields of `TrainSettings`, the same for all runs.
@@ -91,7 +108,7 @@ class ComparisonSettings:
     """
 
     arms: tuple[Arm, ...]
-    sizes: tuple[str, ...] = ("tiny",)
+    sizes: tuple[Size, ...] = (Size(model="tiny"),)
     seeds: tuple[int, ...] = (0,)
     learning_rates: tuple[float, ...] = ()
     train: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -100,7 +117,7 @@ class ComparisonSettings:
     def __post_init__(self) -> None:
         labels = {
             "arms": [_slug(arm.name) for arm in self.arms],
-            "sizes": [_size_label(size) for size in self.sizes],
+            "sizes": [size.label for size in self.sizes],
             "seeds": list(map(str, self.seeds)),
             "learning_rates": [f"{rate:g}" for rate in self.learning_rates],
         }
@@ -109,15 +126,8 @@ class ComparisonSettings:
                 raise UserError(f"{what} must name at least one, got none; give --{what}")
             if twice := sorted({name for name in names if names.count(name) > 1}):
                 raise UserError(f"{what} must differ from each other, but {', '.join(twice)} appears twice")
-        for name in self.train:
-            if name in DECIDED_ELSEWHERE:
-                raise UserError(
-                    f"{name} can't be an option of all runs; give it as {DECIDED_ELSEWHERE[name]} instead"
-                )
-        if self.train.get("validation_fraction") == 0:
-            raise UserError(
-                "validation_fraction must be above 0, got 0: arms are compared on validation text"
-            )
+        for options in (self.train, *(size.train for size in self.sizes)):
+            _check_options(options, () if options is self.train else ("learning_rate",))
 
     def plan(self) -> tuple[PlannedRun, ...]:
         """Every run, ordered so that each arm has its first seed before any has its second.
@@ -131,22 +141,22 @@ class ComparisonSettings:
             for size, seed, rate, arm in itertools.product(self.sizes, self.seeds, rates, self.arms)
         )
 
-    def _planned(self, arm: Arm, size: str, seed: int, rate: float | None) -> PlannedRun:
-        label = _size_label(size)
+    def _planned(self, arm: Arm, size: Size, seed: int, rate: float | None) -> PlannedRun:
         rate_label = "" if rate is None else f"-lr-{rate:g}"
-        name = f"{label}-{_slug(arm.name)}{rate_label}-seed-{seed}"
+        name = f"{size.label}-{_slug(arm.name)}{rate_label}-seed-{seed}"
         fields = {
             "keep_checkpoints": 1,
             **self.train,
-            **_size_fields(size),
+            **size.train,
+            **_size_fields(size.model),
             **arm.fields,
             "seed": seed,
-            "learning_rate": rate,
+            "learning_rate": size.train.get("learning_rate") if rate is None else rate,
             "output_dir": os.path.join(self.output_dir, "runs", name),
         }
         settings = TrainSettings(**{field: typed(field, value) for field, value in fields.items()})
         return PlannedRun(
-            name=name, arm=arm.name, size=label, seed=seed, learning_rate=rate, settings=settings
+            name=name, arm=arm.name, size=size.label, seed=seed, learning_rate=rate, settings=settings
         )
 
 
@@ -171,7 +181,9 @@ def read_settings(file: Path | None, given: Mapping[str, Any]) -> ComparisonSett
     if "arms" not in fields:
         raise UserError(f"nothing to compare; give --arms or a file with arms, such as {ARM_EXAMPLES}")
     fields["arms"] = tuple(parse_arm(arm) for arm in _list("arms", fields["arms"], (str, dict)))
-    kinds: dict[str, tuple[type, ...]] = {"sizes": (str,), "seeds": (int,), "learning_rates": (int, float)}
+    if "sizes" in fields:
+        fields["sizes"] = tuple(parse_size(size) for size in _list("sizes", fields["sizes"], (str, dict)))
+    kinds: dict[str, tuple[type, ...]] = {"seeds": (int,), "learning_rates": (int, float)}
     for name, kind in kinds.items():
         if name in fields:
             fields[name] = tuple(_list(name, fields[name], kind))
@@ -204,6 +216,32 @@ def parse_arm(arm: str | Mapping[str, Any]) -> Arm:
             "into learning_rates, which every arm tries)"
         )
     return Arm(name=name, fields=fields)
+
+
+def parse_size(size: str | Mapping[str, Any]) -> Size:
+    """A size from the name of a model, or from a table with `model` and options of attnres train.
+
+    Raises:
+        UserError: the table has no model.
+    """
+    if isinstance(size, str):
+        return Size(model=size)
+    options = dict(size)
+    model = options.pop("model", None)
+    if not isinstance(model, str):
+        raise UserError(f"a size's table must have a model, got {dict(size)}; add model = 'tiny' or a file")
+    return Size(model=model, train=options)
+
+
+def _check_options(options: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
+    """Raise unless all are training options that the comparison doesn't decide itself."""
+    for name in options:
+        if name in DECIDED_ELSEWHERE and name not in allowed:
+            raise UserError(
+                f"{name} can't be an option of all runs; give it as {DECIDED_ELSEWHERE[name]} instead"
+            )
+    if options.get("validation_fraction") == 0:
+        raise UserError("validation_fraction must be above 0, got 0: arms are compared on validation text")
 
 
 def typed(name: str, value: Any) -> Any:
@@ -248,10 +286,6 @@ def _size_fields(size: str) -> dict[str, str]:
         f"a size must be one of {', '.join(PRESETS)}, a JSON file with a model's fields, or the folder of a "
         f"saved model; got {size!r}, which does not exist"
     )
-
-
-def _size_label(size: str) -> str:
-    return size if size in PRESETS else _slug(Path(size).expanduser().resolve().stem)
 
 
 def _slug(name: str) -> str:
