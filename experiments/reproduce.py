@@ -31,7 +31,7 @@ from attention_residuals.training.run_folder import write_beside
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 DOCUMENT = HERE.parent / "docs" / "reproduction.md"
-PARTS = ("main", "block_size", "ablations", "scaling")
+PARTS = ("main", "block_size", "scaling", "ablations")
 BEGIN, END = "<!-- {part}: written by make reproduce -->", "<!-- {part} end -->"
 # two-sided 95% quantile of Student's t for n - 1 degrees of freedom, by number of seeds n
 T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}

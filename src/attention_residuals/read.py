@@ -10,7 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from attention_residuals.depth_attention import depth_attention
-from attention_residuals.depth_attention.dispatch import check_sources, check_vector, refuse_kernels
+from attention_residuals.depth_attention.dispatch import (
+    check_sources,
+    check_vector,
+    norm_scale,
+    refuse_kernels,
+)
 from attention_residuals.depth_attention.two_phase import SharedRead, merge_own_sources
 from attention_residuals.depth_attention.variants import depth_attention_variant
 from attention_residuals.variant import ReadVariant
@@ -87,6 +92,7 @@ class DepthRead(nn.Module):
         sources: Sequence[Tensor],
         norm_weight: Tensor | None = ...,
         norm_eps: float = ...,
+        norm_offset: float = ...,
         return_weights: Literal[False] = ...,
         shared: SharedRead | None = ...,
         dtype: torch.dtype | None = ...,
@@ -98,6 +104,7 @@ class DepthRead(nn.Module):
         sources: Sequence[Tensor],
         norm_weight: Tensor | None = ...,
         norm_eps: float = ...,
+        norm_offset: float = ...,
         *,
         return_weights: Literal[True],
         shared: SharedRead | None = ...,
@@ -109,11 +116,14 @@ class DepthRead(nn.Module):
         sources: Sequence[Tensor],
         norm_weight: Tensor | None = None,
         norm_eps: float = 1e-6,
+        norm_offset: float = 0.0,
         return_weights: bool = False,
         shared: SharedRead | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Mix N sources [..., D] into [..., D]; with `norm_weight` [D] the result is normalised too.
+
+        That norm's scale is `norm_offset` + `norm_weight`, as in `depth_attention`.
 
         With `shared`, what `attend_to_shared` found for this read, `sources` are the read's other sources
         (there may be none) and `dtype` is that of the sources.
@@ -125,7 +135,7 @@ class DepthRead(nn.Module):
             if shared is not None:
                 raise ValueError(f"two phases compute the paper's read only, not {self.beyond_kernels}")
             refuse_kernels(self.backend, self.beyond_kernels)
-            found = self._read_variant(sources, norm_weight, norm_eps)
+            found = self._read_variant(sources, norm_scale(norm_weight, norm_offset), norm_eps)
             return found if return_weights else found[0]
         if shared is not None:
             mixture, weights = merge_own_sources(
@@ -135,7 +145,7 @@ class DepthRead(nn.Module):
                 self.key_weight,
                 dtype=dtype or sources[0].dtype,
                 eps=self.eps,
-                norm_weight=norm_weight,
+                norm_weight=norm_scale(norm_weight, norm_offset),
                 norm_eps=norm_eps,
                 read_scale=self.read_scale,
                 return_weights=return_weights,
@@ -148,6 +158,7 @@ class DepthRead(nn.Module):
             eps=self.eps,
             norm_weight=norm_weight,
             norm_eps=norm_eps,
+            norm_offset=norm_offset,
             read_scale=self.read_scale,
             return_weights=return_weights,  # type: ignore[call-overload]
             backend=self.backend,

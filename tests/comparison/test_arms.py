@@ -87,6 +87,22 @@ def test_a_size_is_a_preset_a_file_or_a_folder(tmp_path):
     assert plan[1].settings.model_config == file and plan[2].settings.from_checkpoint == str(model)
 
 
+def test_a_size_may_have_training_options_of_its_own():
+    sizes = ["tiny", {"model": "small", "max_steps": 9, "learning_rate": 1e-3}]
+    given = {"arms": ["full"], "sizes": sizes, "train": {"max_steps": 5, "context": 32}}
+    tiny, small = (run.settings for run in read_settings(None, given).plan())
+    assert (tiny.preset, tiny.max_steps, tiny.learning_rate) == ("tiny", 5, None)
+    assert (small.preset, small.max_steps, small.learning_rate, small.context) == ("small", 9, 1e-3, 32)
+    swept = read_settings(None, {**given, "learning_rates": [2e-3]}).plan()
+    assert {run.settings.learning_rate for run in swept} == {2e-3}
+
+
+def test_an_arm_may_have_reads_of_another_kind():
+    arm = {"name": "sigmoid", "mode": "full", "variant": {"activation": "sigmoid", "window": 4}}
+    (run,) = read_settings(None, {"arms": [arm]}).plan()
+    assert run.settings.attn_res_fields() == {"mode": "full", "activation": "sigmoid", "window": 4}
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -101,6 +117,14 @@ def test_a_size_is_a_preset_a_file_or_a_folder(tmp_path):
         ({"arms": ["full"], "seeds": ["one"]}, "seeds must be a list of int, got 'one'"),
         ({"arms": ["full"], "sizes": ["huge"]}, "got 'huge', which does not exist"),
         ({"arms": ["full"], "learning_rates": [-1.0]}, "--learning-rate must be a finite number above 0"),
+        ({"arms": ["full"], "sizes": [{"max_steps": 3}]}, "a size's table must have a model"),
+        ({"arms": ["full"], "sizes": [{"model": "tiny", "seed": 3}]}, "give it as seeds instead"),
+        ({"arms": ["full"], "sizes": [{"model": "tiny", "steps": 3}]}, "has no option 'steps'"),
+        ({"arms": ["full"], "train": {"variant": {"heads": 2}}}, "give it as arms instead"),
+        ({"arms": [{"name": "a", "variant": {"hats": 2}}]}, "unknown fields ['hats']"),
+        ({"arms": [{"name": "a", "variant": {"heads": 0}}]}, "heads must be at least 1, got 0"),
+        ({"arms": [{"name": "a", "variant": {"mode": "full"}}]}, "mode has an option of its own"),
+        ({"arms": [{"name": "a", "variant": "sigmoid"}]}, "variant must be of type table"),
         ({"arms": ["full"], "output_dir": 3}, "output_dir must be the name of a folder"),
         ({"arms": ["full"], "train": {"mode": "full"}}, "give it as arms instead"),
         ({"arms": ["full"], "train": {"seed": 1}}, "give it as seeds instead"),

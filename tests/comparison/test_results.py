@@ -37,7 +37,9 @@ def made_up(arm: str, seed: int, loss: float | None, *, rate: float | None = Non
             "order": f"order of {seed}",
         }
     name = f"{arm}-{rate}-{seed}"
-    return RunRecord(name=name, arm=arm, size="tiny", seed=seed, learning_rate=rate, **{**done, **more})
+    return RunRecord(
+        **{"name": name, "arm": arm, "size": "tiny", "seed": seed, "learning_rate": rate, **done, **more}
+    )
 
 
 def test_mean_and_standard_error():

@@ -56,6 +56,25 @@ def test_vectors_that_do_not_fit(name, vector, error, message):
         depth_attention(SOURCES, **{"query": QUERY, name: vector})
 
 
+@pytest.mark.parametrize("backend", ["cpu", "lean", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_offset_of_the_norm_is_part_of_its_weight(backend, dtype):
+    """Value and gradient are those of a weight that holds it already."""
+    generator = torch.Generator().manual_seed(0)
+    sources = [torch.randn(2, 3, 8, generator=generator, dtype=torch.float32) for _ in range(3)]
+    weight = torch.randn(8, generator=generator).to(dtype).requires_grad_()
+    whole = (1.0 + weight.detach().float()).requires_grad_()
+    arguments = {"query": torch.randn(8, generator=generator), "backend": backend}
+    h = depth_attention(sources, norm_weight=weight, norm_offset=1.0, **arguments)
+    expected = depth_attention(sources, norm_weight=whole, **arguments)
+    assert torch.equal(h, expected)
+    h.square().sum().backward()
+    expected.square().sum().backward()
+    assert torch.equal(weight.grad, whole.grad.to(dtype)) and weight.grad.abs().max() > 0
+    with torch.no_grad():
+        assert torch.equal(depth_attention(sources, norm_weight=weight, norm_offset=1.0, **arguments), h)
+
+
 def test_a_query_is_needed():
     with pytest.raises(TypeError, match=r"query must be a tensor \[D\], got None"):
         depth_attention(SOURCES, None)

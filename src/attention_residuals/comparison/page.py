@@ -64,8 +64,8 @@ LOSS_CAPTION = (
 SCALING_CAPTION = (
     "L = A C^-b through the mean validation losses, with C in PFLOP/s-days (beside each size): 6 x "
     "parameters without reads x tokens. The multiplier is the first arm's compute for the loss that an arm's "
-    "law has at the largest size, over that size's compute; above 1 the arm saves compute. The interval draws "
-    "the seeds of each size anew, the same for both arms; with few seeds it is too narrow."
+    "law has at the largest size, over that size's compute; above 1 the arm saves compute. The interval "
+    "draws the seeds of each size anew, the same for both arms; with few seeds it is too narrow."
 )
 RUN_COLUMNS = (
     "run",

@@ -60,7 +60,7 @@ class ScalingResult:
         multiplier: the first arm's compute for the loss that this arm's law has at the compute of the
             largest size, over that compute; None for the first arm, and where the first arm's law rises.
         interval: 95% bootstrap interval of the multiplier; seeds are drawn anew within each size, the
-            same for both arms. None with a single seed.
+            same for both arms. None with a single seed, or without a multiplier.
     """
 
     arm: str
@@ -123,7 +123,7 @@ def _scale(
     multiplier = interval = None
     if first is not None:
         multiplier = _multiplier(law, _law(first), points[-1].compute)
-        interval = _bootstrap(points, first)
+        interval = None if multiplier is None else _bootstrap(points, first)
     return ScalingResult(arm=arm, points=points, law=law, multiplier=multiplier, interval=interval)
 
 
@@ -155,5 +155,5 @@ def _bootstrap(points: Sequence[ScalingPoint], first: Sequence[ScalingPoint]) ->
         for mine, others in zip(*means, strict=True)
     ]
     values = [math.inf if value is None else value for value in found]
-    low, high = np.percentile(values, INTERVAL)
+    low, high = np.percentile(values, INTERVAL, method="nearest")  # infinite ones have no middle
     return float(low), float(high)

@@ -73,6 +73,7 @@ def depth_attention(
     scale: float = ...,
     norm_weight: Tensor | None = ...,
     norm_eps: float = ...,
+    norm_offset: float = ...,
     read_scale: str = ...,
     return_weights: Literal[False] = ...,
     backend: str = ...,
@@ -89,6 +90,7 @@ def depth_attention(
     scale: float = ...,
     norm_weight: Tensor | None = ...,
     norm_eps: float = ...,
+    norm_offset: float = ...,
     read_scale: str = ...,
     return_weights: Literal[True],
     backend: str = ...,
@@ -104,6 +106,7 @@ def depth_attention(
     scale: float = 1.0,
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
     read_scale: str = "mean",
     return_weights: bool = False,
     backend: str = "auto",
@@ -122,6 +125,7 @@ def depth_attention(
         scale: multiplies the scores.
         norm_weight: [D]; if given, RMSNorm(h) * norm_weight is returned (the sublayer's pre-norm, fused).
         norm_eps: eps of that norm.
+        norm_offset: added to norm_weight, in float32: 1.0 for norms whose scale is 1 + weight, as in Qwen3.5.
         read_scale: "mean" as above; "sum" multiplies h by N, so that a zero query gives the plain sum.
         return_weights: also return alpha [N, ...] in float32 (float64 for float64), differentiable.
         backend: "auto", or a name from `available_backends`. An explicit one never falls back.
@@ -136,7 +140,9 @@ def depth_attention(
     if read_scale not in ("mean", "sum"):
         raise ValueError(f"read_scale must be 'mean' or 'sum', got {read_scale!r}")
     if not return_weights and backend in ("auto", "cpu") and _is_plain_inference():
-        h = read_plain_tensors(sources, query, key_weight, norm_weight, eps, scale, norm_eps, read_scale)
+        h = read_plain_tensors(
+            sources, query, key_weight, norm_weight, eps, scale, norm_eps, norm_offset, read_scale
+        )
         if h is not None:
             return h
     listed = check_sources(sources)
@@ -145,12 +151,20 @@ def depth_attention(
             check_vector(name, vector, listed[0])
     if query is None:
         raise TypeError("query must be a tensor [D], got None")
+    norm_weight = norm_scale(norm_weight, norm_offset)
     run = _choose(backend, listed, return_weights)
     gain = float(len(listed)) if read_scale == "sum" else 1.0
     h, weights = run(
         listed, query, key_weight, norm_weight, eps=eps, scale=scale, norm_eps=norm_eps, gain=gain
     )
     return (h, weights) if return_weights else h
+
+
+def norm_scale(norm_weight: Tensor | None, norm_offset: float) -> Tensor | None:
+    """norm_offset + norm_weight [D], in float32 at least; the weight itself where nothing is added."""
+    if norm_weight is None or norm_offset == 0:
+        return norm_weight
+    return norm_offset + norm_weight.to(torch.promote_types(norm_weight.dtype, torch.float32))
 
 
 def _is_plain_inference() -> bool:

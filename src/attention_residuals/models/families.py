@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 
-def _zero_centred_rms_norm(norm: nn.Module) -> tuple[Tensor, float]:
+class NormWeight(NamedTuple):
+    """An RMSNorm whose scale is offset + weight [D], with eps inside its root."""
+
+    weight: Tensor
+    offset: float
+    eps: float
+
+
+def _zero_centred_rms_norm(norm: Any) -> NormWeight:
     """RMSNorm of Gemma and Qwen3.5: the scale is 1 + weight, applied in float32."""
-    weight: Any = norm.weight
-    return 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32)), norm.eps  # type: ignore[return-value]
+    return NormWeight(norm.weight, 1.0, norm.eps)
 
 
-def _rms_norm(norm: nn.Module) -> tuple[Tensor, float]:
+def _rms_norm(norm: Any) -> NormWeight:
     """Llama's RMSNorm and its copies: the scale is the weight."""
-    return norm.weight, norm.variance_epsilon  # type: ignore[return-value]
+    return NormWeight(norm.weight, 0.0, norm.variance_epsilon)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +35,7 @@ class Family:
         layers: path of the list of layers in the backbone; paths may have dots.
         pre_norms: paths in a layer of the norm before each of its sublayers, token mixer first; two or one.
         final_norm: path of the last norm in the backbone.
-        norm_weight: from a norm to its effective weight [D] and eps, so that a read can apply it too;
+        norm_weight: from a norm to its weight, offset and eps, so that a read can apply it too;
             None where the norm is no RMSNorm and computes itself after the read.
         mixer_names: attribute that holds the token mixer -> its name in titles.
         reads_elsewhere: attributes that a layer may have and that read the residual stream outside
@@ -39,7 +45,7 @@ class Family:
     layers: str = "layers"
     pre_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     final_norm: str = "norm"
-    norm_weight: Callable[[nn.Module], tuple[Tensor, float]] | None = _rms_norm
+    norm_weight: Callable[[nn.Module], NormWeight] | None = _rms_norm
     mixer_names: tuple[tuple[str, str], ...] = (("self_attn", "attention"),)
     reads_elsewhere: tuple[str, ...] = ()
 

@@ -14,9 +14,11 @@ from attention_residuals.depth_attention.cpu.binding import read_plain_tensors
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def plain(sources, query, key_weight=None, norm_weight=None, read_scale="mean"):
+def plain(sources, query, key_weight=None, norm_weight=None, read_scale="mean", norm_offset=0.0):
     with torch.no_grad():
-        return read_plain_tensors(sources, query, key_weight, norm_weight, 1e-6, 1.0, 1e-6, read_scale)
+        return read_plain_tensors(
+            sources, query, key_weight, norm_weight, 1e-6, 1.0, 1e-6, norm_offset, read_scale
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -36,6 +38,18 @@ def test_it_is_the_same_read_to_the_bit(kernel, dtype, vector_dtype, shape, read
             )
             assert h.dtype == dtype and h.shape == shape and h.is_contiguous()
             assert torch.equal(h, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vector_dtype", DTYPES)
+def test_the_norms_offset_is_added_in_float32(kernel, dtype, vector_dtype):
+    """To the bit as adding it first; the weight itself is left as it was."""
+    sources = [torch.randn(2, 37).to(dtype) for _ in range(3)]
+    query, norm = torch.randn(37), torch.randn(37).to(vector_dtype)
+    before = norm.clone()
+    h = plain(sources, query, norm_weight=norm, norm_offset=1.0)
+    assert torch.equal(h, plain(sources, query, norm_weight=1.0 + norm.float()))
+    assert torch.equal(norm, before)
 
 
 def test_parameters_tuples_and_axes_of_length_one_are_plain(kernel):

@@ -65,6 +65,7 @@ def read_plain_tensors(
     eps: float,
     scale: float,
     norm_eps: float,
+    norm_offset: float,
     read_scale: str,
 ) -> Tensor | None:
     """h [..., D] where every tensor is plain, contiguous and fits the others, else None. No gradients.
@@ -75,7 +76,16 @@ def read_plain_tensors(
         return None
     threads = torch.get_num_threads()
     return _kernel.read(
-        sources, query, key_weight, norm_weight, eps, scale, norm_eps, read_scale == "sum", threads
+        sources,
+        query,
+        key_weight,
+        norm_weight,
+        eps,
+        scale,
+        norm_eps,
+        norm_offset,
+        read_scale == "sum",
+        threads,
     )
 
 

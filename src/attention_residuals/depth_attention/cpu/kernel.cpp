@@ -225,14 +225,15 @@ static const float* plain_vector(PyObject* o, const TensorView& like, std::vecto
     return to;
 }
 
-// read(sources, query, key_weight, norm_weight, eps, scale, norm_eps, sum, threads) -> h, or None where a tensor
-// is not plain, or does not fit the others: the caller then takes the way that copies, or says what is wrong.
+// read(sources, query, key_weight, norm_weight, eps, scale, norm_eps, norm_offset, sum, threads) -> h, or None where
+// a tensor is not plain, or does not fit the others: the caller then takes the way that copies, or says what is wrong.
 // Nothing is kept for a backward. Here so that a small read costs no Python per source.
 static PyObject* py_read(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Arguments a = {args, args + count};
     PyObject *sources = a.take(), *vectors[3] = {a.take(), a.take(), a.take()};
     Forward f = {};
     f.eps = a.number(), f.scale = a.number(), f.norm_eps = a.number();
+    float norm_offset = (float)a.number();
     bool sum = a.integer();
     int threads = (int)a.integer();
     if (a.failed()) return nullptr;
@@ -257,6 +258,11 @@ static PyObject* py_read(PyObject*, PyObject* const* args, Py_ssize_t count) {
         if (!found[i] && (i == 0 || vectors[i] != Py_None)) Py_RETURN_NONE;
     }
     f.u = key_vector(found[0], found[1], f.width, u), f.norm_weight = found[2];
+    if (found[2] && norm_offset) {
+        if (converted[2].empty()) converted[2].assign(found[2], found[2] + f.width);
+        for (float& weight : converted[2]) weight += norm_offset;
+        f.norm_weight = converted[2].data();
+    }
     PyObject* out = PyObject_CallFunctionObjArgs(
         torch.empty_like, tuple ? PyTuple_GetItem(sources, 0) : PyList_GetItem(sources, 0), nullptr);
     if (!out || torch.view(out, &other)) {
