@@ -5,7 +5,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 ALL_READY := .venv/.all-ready
 
-.PHONY: demo test test-all lint bench clean
+.PHONY: demo test test-all lint bench reproduce clean
 
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed (transformers 5.24 is)"; exit 1; }
@@ -34,6 +34,9 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks
+
+reproduce: $(READY)
+	$(BIN)/python -m experiments.reproduce
 
 clean:
 	rm -rf .venv build dist src/*.egg-info

@@ -62,6 +62,7 @@ def test_it_prints_figures_and_the_folder(attnres, plain):
         (["--mode", "full"], {"mode": "full"}),
         (["--num-blocks", 2], {"mode": "block", "num_blocks": 2}),
         (["--mode", "block", "--sublayers-per-block", 3], {"mode": "block", "sublayers_per_block": 3}),
+        (["--variant", "activation=sigmoid", "--variant", "heads=2"], {"activation": "sigmoid", "heads": 2}),
     ],
 )
 def test_options_divide_the_depth(attnres, plain, options, expected):
@@ -95,6 +96,13 @@ def test_back_and_text(attnres, plain):
         (["plain", "ours", "--mode", "standard"], ["has no reads"]),
         (["plain", "ours", "--mode", "parallel"], ["mode must be one of"]),
         (["plain", "ours", "--num-blocks", "0"], ["num_blocks must be at least 1"]),
+        (
+            ["plain", "ours", "--variant", "sigmoid"],
+            ["--variant needs NAME=VALUE, such as activation=sigmoid"],
+        ),
+        (["plain", "ours", "--variant", "window=2"], ["window must be None to keep"]),
+        (["plain", "ours", "--variant", "hats=2"], ["unknown fields ['hats']"]),
+        (["plain", "ours", "--back", "--variant", "heads=2"], ["--heads has no use with --back"]),
         (["plain", "ours", "--num-blocks", "2", "--sublayers-per-block", "2"], ["not both"]),
         (["plain", "ours", "--back"], ["--back"]),
         (["plain", "ours", "--back", "--num-blocks", "2"], ["--num-blocks has no use with --back"]),

@@ -32,6 +32,18 @@ def test_the_command_of_the_readme(
     assert (tmp_path / "run" / "report" / "report.html").is_file()
 
 
+def test_reads_of_another_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = tiny_settings(tmp_path, max_steps=2)
+    variant = ["--variant", "activation=sigmoid", "--variant", "window=2"]
+    assert attnres("train", *arguments(settings), *variant) == 0
+    run = Path(settings.output_dir)
+    stored = json.loads((run / "run.json").read_text())["settings"]
+    assert stored["variant"] == {"activation": "sigmoid", "window": 2}
+    config = AutoModelForCausalLM.from_pretrained(run).config
+    assert (config.attn_res["activation"], config.attn_res["window"]) == ("sigmoid", 2)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -47,6 +59,9 @@ def test_the_command_of_the_readme(
             "--data text.txt --max-steps many",
             "Invalid value for '--max-steps': Input should be a valid integer",
         ),
+        ("--data text.txt --variant sigmoid", "--variant needs NAME=VALUE, such as activation=sigmoid"),
+        ("--data text.txt --variant mode=full", "mode has an option of its own; give it there"),
+        ("--data text.txt --variant heads=3", "heads must divide the width, got heads=3 and 128"),
         ("--resume", "holds no run to resume"),
         ("--resume --overwrite", "give --resume (continues the run) or --overwrite (replaces it), not both"),
         ("--model-config bad.json --data text.txt", "bad.json is not a JSON file"),
