@@ -1,6 +1,6 @@
 """The paper's comparisons at the scale of one small machine, from text to tables.
 
-    python -m experiments.reproduce [--work FOLDER] [--jobs N]     or: make reproduce
+    python -m experiments.reproduce [--work FOLDER] [--jobs N]     or: make reproduce, in the checkout
 
 Each file in `reproduction/` is a comparison that `attnres compare FILE` runs too; here they share their runs.
 After a stop the same command goes on. Writes results/reproduction.json, the tables of every run and the
@@ -29,9 +29,10 @@ from attention_residuals.comparison.settings import PlannedRun, read_settings
 from attention_residuals.training.run_folder import write_beside
 
 HERE = Path(__file__).parent
+FILES = HERE / "reproduction"
 RESULTS = HERE / "results"
 DOCUMENT = HERE.parent / "docs" / "reproduction.md"
-PARTS = ("main", "block_size", "scaling", "ablations")
+PARTS = ("main", "scaling", "block_size", "ablations", "rates")
 BEGIN, END = "<!-- {part}: written by make reproduce -->", "<!-- {part} end -->"
 # two-sided 95% quantile of Student's t for n - 1 degrees of freedom, by number of seeds n
 T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
@@ -72,7 +73,9 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit("stopped; the same command goes on from there")
     figures: dict[str, Any] = {"origin": {**origin(), "command": "make reproduce", "threads": 1}}
     for part, plan in plans.items():
-        report = write_report(plan, given.work / part, failures=outcome.failures)
+        folder = given.work / part
+        folder.mkdir(exist_ok=True)
+        report = write_report(plan, folder, failures=outcome.failures)
         figures[part] = figures_of(report)
         keep(part, report)
         write_tables(part, report)
@@ -83,8 +86,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def plan_of(part: str, work: Path) -> tuple[PlannedRun, ...]:
     """The runs of a part; parts that ask for the same run share it."""
-    os.chdir(HERE.parent)  # the files name models relative to the checkout
-    settings = read_settings(HERE / "reproduction" / f"{part}.toml", {"output_dir": str(work)})
+    settings = read_settings(FILES / f"{part}.toml", {"output_dir": str(work)})
     return settings.plan()
 
 

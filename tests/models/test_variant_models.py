@@ -51,6 +51,20 @@ def expected_sources(embedding, outputs, length, window):
     return expected
 
 
+@models
+@modes
+def test_looking_changes_nothing(fields, mode):
+    """A recorded forward gives the same logits and gradients; the norm is then computed apart from its read."""
+    model, ids = tiny.trained_model({**mode, **fields}), tiny.token_ids()
+    logits, expected = model(ids).logits, gradients(model, ids)
+    with ar.record_depth_weights(model) as record:
+        assert torch.allclose(model(ids).logits, logits, rtol=1e-9, atol=1e-9)
+        found = gradients(model, ids)
+    assert len(record.forwards) == 2
+    for name, gradient in expected.items():
+        assert torch.allclose(found[name], gradient, rtol=1e-7, atol=1e-9), name
+
+
 @pytest.mark.parametrize("mode", [FULL, BLOCK, {"mode": "block", "sublayers_per_block": 4}], ids=str)
 @pytest.mark.parametrize("window", [None, 1, 2, 3])
 def test_reads_receive_the_sources_of_their_window(mode, window):

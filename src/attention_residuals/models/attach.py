@@ -28,9 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from attention_residuals.config import AttnResConfig
+from attention_residuals.depth_attention import depth_attention
 from attention_residuals.depth_attention.two_phase import SharedRead
 from attention_residuals.models.families import Family
-from attention_residuals.models.model_pass import LOCAL, DepthTrace, row_norms
+from attention_residuals.models.model_pass import LOCAL, DepthTrace, own_tokens
 from attention_residuals.plan import DepthPlan, in_window
 from attention_residuals.read import DepthRead
 from attention_residuals.stream import ResidualStream
@@ -88,14 +89,19 @@ class AttnResNorm(nn.Module):
             if trace is not None:
                 trace.add_read(torch.ones(1, *mixture.shape[:-1], device=mixture.device), mixture)
             return norm(mixture)
-        if trace is not None:
-            mixture, weights = self.read(sources, return_weights=True, **two_phase)
-            trace.add_read(weights, mixture)
-            return norm(mixture)
-        if self.attn_res_family.norm_weight is None:
+        norm_of = self.attn_res_family.norm_weight
+        if trace is None and norm_of is not None:
+            weight, offset, eps = norm_of(self)
+            return self.read(sources, norm_weight=weight, norm_offset=offset, norm_eps=eps, **two_phase)
+        if trace is None:
             return norm(self.read(sources, **two_phase))
-        weight, eps = self.attn_res_family.norm_weight(self)
-        return self.read(sources, norm_weight=weight, norm_eps=eps, **two_phase)
+        mixture, weights = self.read(sources, return_weights=True, **two_phase)
+        trace.add_read(weights, mixture)
+        if norm_of is None:
+            return norm(mixture)
+        weight, offset, eps = norm_of(self)
+        # a read of one source is that source under any query, so this is the norm alone, in one pass
+        return depth_attention((mixture,), weight, norm_weight=weight, norm_offset=offset, norm_eps=eps)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, (_norm_class, _plain_class(self)), self.__dict__
@@ -150,7 +156,7 @@ class AttnResLayer(nn.Module):
             return super().__call__(hidden_states, *args, **kwargs)
         if args:  # positional ones are the blocks from here on
             kwargs.update(zip(self.argument_names[: len(args)], args, strict=True))
-        stream = ResidualStream.start(hidden_states) if current.stream is None else current.stream
+        stream = ResidualStream.start(own_tokens(hidden_states)) if current.stream is None else current.stream
         x = torch.zeros_like(stream.blocks[0]) if stream.partial is None else stream.partial
         if current.trace is not None:
             kwargs["attn_res_record"] = "mixtures" if current.trace.keep_mixtures else "norms"
@@ -211,7 +217,8 @@ class AttnResLayer(nn.Module):
         if trace is None:
             return (tail, *closed)
         states = (hidden_states, *frame.received[1:], output)
-        trace.output_norms += [row_norms(after - before) for before, after in itertools.pairwise(states)]
+        for before, after in itertools.pairwise(states):
+            trace.add_output(before, after)
         return (tail, *closed, *trace.tensors())
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -19,7 +19,8 @@ from attention_residuals.read import DepthRead
 from attention_residuals.schedule import ReadGroup
 from attention_residuals.stream import ResidualStream
 
-# Per thread: `model_pass`, the model forward under way; `frame`, the layer forward under way.
+# Per thread: `model_pass`, the model forward under way; `frame`, the layer forward under way; `handover`, where
+# a model forward that runs some of the layers takes the stream up.
 LOCAL = threading.local()
 
 # Elements of one source [B, T, D] from which on read_schedule="auto" may choose two phases.
@@ -52,6 +53,10 @@ class DepthTrace:
         if self.keep_mixtures:
             self.mixtures.append(mixture)
 
+    def add_output(self, before: Tensor, after: Tensor) -> None:
+        """Note what a sublayer wrote, from the open block's sum [B, T, D] before and after it."""
+        self.output_norms.append(row_norms(after.detach() - before.detach()))
+
     def tensors(self) -> tuple[Tensor, ...]:
         """All of it in one tuple, for a layer to return; `take` puts it together again."""
         return (*self.weights, *self.input_norms, *self.output_norms, *self.mixtures)
@@ -66,6 +71,11 @@ class DepthTrace:
 def row_norms(x: Tensor) -> Tensor:
     """L2 norm over the width, [..., D] to [...], float32, without gradients."""
     return torch.linalg.vector_norm(x.detach().float(), dim=-1)
+
+
+def own_tokens(hidden_states: Tensor) -> Tensor:
+    """This rank's part of the embedding [B, T, D]: of a `DTensor` (`sharded_prefill`) its local part."""
+    return hidden_states.to_local() if hasattr(hidden_states, "to_local") else hidden_states
 
 
 class Phases(NamedTuple):
@@ -103,8 +113,10 @@ class ModelPass:
     def begin_group(self, first_read: int, stream: ResidualStream, checkpointed: bool) -> None:
         """Phase 1 of the group that begins with this read of a layer, if one does and runs in two phases."""
         phases = self.phases
-        group = None if phases is None else phases.group_at(first_read)
-        if phases is None or group is None or not (phases.always or _pays(stream, checkpointed)):
+        if phases is None or not (phases.always or _pays(stream, checkpointed)):
+            return
+        group = phases.group_at(first_read)
+        if group is None:
             return
         found = phases.reads()
         reads = [read for read in (found[i] for i in group.reads) if read is not None]
@@ -159,7 +171,36 @@ def model_pass(trace: DepthTrace | None, phases: Phases | None = None) -> Iterat
     """
     outer = getattr(LOCAL, "model_pass", None)
     LOCAL.model_pass = current = ModelPass(trace, phases)
+    handover: Handover | None = getattr(LOCAL, "handover", None)
+    if handover is not None:
+        current.stream, current.layers_run = handover.stream, handover.layers_run
+    try:
+        yield current
+        if handover is not None:
+            handover.stream = current.stream
+    finally:
+        LOCAL.model_pass = outer
+
+
+class Handover:
+    """Where a model forward that runs some of its layers takes the residual stream up, and leaves it.
+
+    Attributes:
+        stream: what the first layer to run receives, None for the embedding; after the forward, what the last
+            one left. In standard mode it has no blocks, and the partial sum is the residual stream.
+        layers_run: how many layers ran before.
+    """
+
+    def __init__(self, stream: ResidualStream | None, layers_run: int) -> None:
+        self.stream, self.layers_run = stream, layers_run
+
+
+@contextlib.contextmanager
+def handover(stream: ResidualStream | None, layers_run: int) -> Iterator[Handover]:
+    """The scope of a model forward that begins with this stream after `layers_run` layers."""
+    outer = getattr(LOCAL, "handover", None)
+    LOCAL.handover = current = Handover(stream, layers_run)
     try:
         yield current
     finally:
-        LOCAL.model_pass = outer
+        LOCAL.handover = outer
