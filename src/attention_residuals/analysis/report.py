@@ -17,6 +17,7 @@ from attention_residuals.analysis.summary import DepthSummary, summarise
 from attention_residuals.analysis.tables import write_parquet
 from attention_residuals.analysis.token_view import render_tokens
 from attention_residuals.analysis.training_curve import TrainingCurve, read_training_curve
+from attention_residuals.config import AttnResConfig
 from attention_residuals.errors import UserError
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ HISTORY_CAPTION = (
     "The same text through every checkpoint of the run. Reads start out uniform: entropy / log N at 1, "
     "locality at one half; what moves away from there has learned to choose."
 )
+# those that say which function a read is; others are shown where they differ from the paper's read
+SHOWN_SETTINGS = ("mode", "num_blocks", "sublayers_per_block", "read_scale")
 TRAINING_CAPTION = "Loss against the step; the numbers in the legend are the last ones of the run."
 
 
@@ -194,10 +197,11 @@ def _write_tables(
 
 def _facts(model: PreTrainedModel, summary: DepthSummary) -> dict[str, str]:
     config = model.config.get_text_config()
-    settings = {key: value for key, value in dict(config.attn_res).items() if value is not None}
+    settings = AttnResConfig.from_dict(config.attn_res)
+    shown = {name: getattr(settings, name) for name in SHOWN_SETTINGS} | settings.changed_fields()
     return {
         "architecture": str(model.config.model_type),
-        "attention residuals": ", ".join(f"{key} {value}" for key, value in settings.items()),
+        "attention residuals": ", ".join(f"{k} {v}" for k, v in shown.items() if v is not None),
         "decoder layers": f"{config.num_hidden_layers}, {len(summary.output_norm)} sublayers",
         "width": str(config.hidden_size),
         "parameters": f"{model.num_parameters():,}",
