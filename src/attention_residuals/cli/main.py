@@ -22,6 +22,7 @@ COMMANDS = {
     "generate": "attention_residuals.cli.generate",
     "inspect": "attention_residuals.cli.inspect",
     "convert": "attention_residuals.cli.convert",
+    "plan": "attention_residuals.cli.plan",
     "info": "attention_residuals.cli.info",
 }
 
