@@ -27,10 +27,11 @@ def even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
 class StagePlan:
     """Decoder layers in C stages on P ranks, and the tensors [B, T, D] of each hop between neighbours.
 
-    Stage c runs on rank c mod P. Block sums are numbered as in the paper: 0 is the embedding. A hop carries
-    the partial sum, if a block is open, and the block sums that the receiving rank lacks. With `cache` a rank
-    keeps every block sum that it has received or made, so that later hops carry what was finished in the last
-    P stages only (arXiv 2603.15031, cross-stage caching); without it every hop carries all of them.
+    Stage c runs on rank c mod P; placed as a "v", on ranks 0 to P - 1 and back again. Block sums are numbered
+    as in the paper: 0 is the embedding. A hop carries the partial sum, if a block is open, and the block sums
+    that the receiving rank lacks. With `cache` a rank keeps every block sum that it has received or made, so
+    that later hops carry what was finished in the last P stages only (arXiv 2603.15031, cross-stage caching);
+    without it every hop carries all of them.
 
     Args:
         depth: where blocks close.
@@ -38,9 +39,11 @@ class StagePlan:
         num_ranks: P.
         cache: whether a rank keeps block sums from one of its stages to the next.
         sublayers_per_layer: sublayers of a decoder layer.
+        placement: "loop" or "v", which some zero-bubble schedules need; a "v" has no cache.
 
     Raises:
-        ValueError: the layers don't add up to the depth, a stage is empty, or ranks differ in stages.
+        ValueError: the layers don't add up to the depth, a stage is empty, ranks differ in stages, or the
+            placement is unknown or doesn't go with the cache.
     """
 
     depth: DepthPlan
@@ -48,6 +51,7 @@ class StagePlan:
     num_ranks: int
     cache: bool = True
     sublayers_per_layer: int = 2
+    placement: str = "loop"
 
     def __post_init__(self) -> None:
         total = self.depth.num_sublayers // self.sublayers_per_layer
@@ -59,6 +63,11 @@ class StagePlan:
             raise ValueError(
                 f"each rank must have the same number of stages, got {self.num_stages} stages on "
                 f"{self.num_ranks} ranks; give a multiple"
+            )
+        if self.placement not in ("loop", "v") or (self.placement == "v" and self.cache):
+            raise ValueError(
+                f"placement must be 'loop', or 'v' with cache=False, got {self.placement!r} with "
+                f"cache={self.cache}"
             )
 
     @property
@@ -72,10 +81,11 @@ class StagePlan:
         return self.num_stages // self.num_ranks
 
     def rank_of(self, stage: int) -> int:
-        return stage % self.num_ranks
+        turn, position = divmod(stage, self.num_ranks)
+        return self.num_ranks - 1 - position if self.placement == "v" and turn % 2 else position
 
-    def stages_of(self, rank: int) -> range:
-        return range(rank, self.num_stages, self.num_ranks)
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
 
     def layer_range(self, stage: int) -> range:
         """The decoder layers of a stage."""
@@ -106,6 +116,15 @@ class StagePlan:
     def hop_tensors(self, stage: int) -> int:
         """Tensors [B, T, D] of the hop into the stage: block sums and the partial sum."""
         return 0 if stage == 0 else len(self.received(stage)) + int(self.partial_after(stage - 1))
+
+    def hop_bytes(self, stage: int, *, rows: int, tokens: int, width: int, itemsize: int) -> int:
+        """Bytes of the hop into the stage for B rows of T tokens of width D; none within one rank.
+
+        The gradients that come back are as many.
+        """
+        if stage == 0 or self.rank_of(stage) == self.rank_of(stage - 1):
+            return 0
+        return self.hop_tensors(stage) * rows * tokens * width * itemsize
 
     def block_tensors(self) -> int:
         """Block sums that one microbatch sends over all hops: the paper's count, without partial sums."""
