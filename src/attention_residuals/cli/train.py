@@ -10,6 +10,17 @@ from attention_residuals.cli.assignments import parse_assignments
 from attention_residuals.cli.verbosity import VerboseFlag, set_verbosity
 
 MODEL, DATA, LENGTH, OPTIMIZATION, RUN = "Model", "Data", "Length", "Optimization", "Run"
+LAYOUT = "Several processes (under torchrun)"
+LAYOUT_OPTIONS = (
+    "data_parallel",
+    "fsdp",
+    "tensor_parallel",
+    "pipeline",
+    "virtual_stages",
+    "microbatches",
+    "pipeline_schedule",
+    "timeout",
+)
 
 
 def _option(panel: str, help_text: str, *names: str, default: str = "", **more: Any) -> Any:
@@ -145,6 +156,35 @@ def train(
         list[str] | None, _option(RUN, "tensorboard, trackio or wandb; may be repeated.")
     ] = None,
     threads: Annotated[int | None, _option(RUN, "CPU threads.", default="PyTorch's choice")] = None,
+    data_parallel: Annotated[
+        int | None, _option(LAYOUT, "Ranks with rows of their own.", default="what the others leave")
+    ] = None,
+    fsdp: Annotated[
+        bool | None,
+        _option(LAYOUT, "Data-parallel ranks share weights and optimizer layer by layer (FSDP2).", "--fsdp"),
+    ] = None,
+    tensor_parallel: Annotated[
+        int | None, _option(LAYOUT, "Ranks that cut the projections among them.", default="1")
+    ] = None,
+    pipeline: Annotated[
+        int | None, _option(LAYOUT, "Ranks that have some of the layers each.", default="1")
+    ] = None,
+    virtual_stages: Annotated[int | None, _option(LAYOUT, "Pipeline stages per rank.", default="1")] = None,
+    microbatches: Annotated[
+        int | None, _option(LAYOUT, "Pieces of a batch in the pipeline.", default="its ranks")
+    ] = None,
+    pipeline_schedule: Annotated[
+        str | None,
+        _option(
+            LAYOUT,
+            "gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv_zero_bubble or "
+            "dual_pipe_v.",
+            default="1f1b, or interleaved_1f1b",
+        ),
+    ] = None,
+    timeout: Annotated[
+        int | None, _option(LAYOUT, "Seconds to wait for another process.", default="1800")
+    ] = None,
     verbose: VerboseFlag = False,
 ) -> None:
     """Train a model with Attention Residuals, from scratch or from a saved one; Ctrl-C saves and exits."""
@@ -155,24 +195,31 @@ def train(
         options["variant"] = parse_assignments("--variant", variant, "activation=sigmoid")
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
     set_verbosity(verbose=verbose)
-    _run(given, resume=resume, overwrite=overwrite)
+    layout = {name: given.pop(name) for name in LAYOUT_OPTIONS if name in given}
+    _run(given, layout, resume=resume, overwrite=overwrite)
 
 
-def _run(given: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
+def _run(given: dict[str, Any], layout_options: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
     from attention_residuals.errors import UserError
+    from attention_residuals.training.layout import Layout
     from attention_residuals.training.settings import TrainSettings
 
     if resume and overwrite:
         raise UserError("give --resume (continues the run) or --overwrite (replaces it), not both")
     settings = TrainSettings(**given)  # before the slow imports, so that mistakes are told at once
+    layout = Layout.of_torchrun(**layout_options)
     from attention_residuals.training import run
+    from attention_residuals.training.process_group import is_main_process
 
     if resume:
-        result = run.resume(settings.output_dir, {name: getattr(settings, name) for name in given})
+        changes = {name: getattr(settings, name) for name in given}
+        result = run.resume(settings.output_dir, changes, layout=layout)
     else:
-        result = run.train(settings, overwrite=overwrite)
+        result = run.train(settings, overwrite=overwrite, layout=layout)
     if result.signal is not None:
         raise typer.Exit(128 + result.signal)
+    if not is_main_process():
+        return
     print(f"model: {result.folder}")
     if result.eval_loss is not None:
         print(f"validation loss: {result.eval_loss:.4f}")

@@ -19,8 +19,8 @@ from attention_residuals.read import DepthRead
 from attention_residuals.schedule import ReadGroup
 from attention_residuals.stream import ResidualStream
 
-# Per thread: `model_pass`, the model forward under way; `frame`, the layer forward under way; `handover`, where
-# a model forward that runs some of the layers takes the stream up.
+# Per thread: `model_pass`, the model forward under way; `frame`, the layer forward under way; `handover`,
+# where a model forward that runs some of the layers takes the stream up.
 LOCAL = threading.local()
 
 # Elements of one source [B, T, D] from which on read_schedule="auto" may choose two phases.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from attention_residuals.errors import UserError
 from attention_residuals.models.auto import causal_lm_class
 from attention_residuals.training.data import TokenData, make_token_data
 from attention_residuals.training.documents import Documents
+from attention_residuals.training.layout import fit_rows
 from attention_residuals.training.model import make_config, make_trainable
 from attention_residuals.training.optimizer import parameter_groups
 from attention_residuals.training.presets import PRESETS
@@ -43,7 +43,8 @@ class Schedule:
         batch_size: rows per device and forward pass.
         learning_rate: peak rate of the groups whose factor is 1.
         eval_every, save_every: intervals in steps.
-        processes: devices that train together.
+        gradient_accumulation: forward passes per step.
+        processes: data-parallel ranks, which have rows of their own.
     """
 
     max_steps: int
@@ -51,7 +52,13 @@ class Schedule:
     learning_rate: float
     eval_every: int
     save_every: int
+    gradient_accumulation: int = 1
     processes: int = 1
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of one optimizer step, over all ranks."""
+        return self.batch_size * self.gradient_accumulation * self.processes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,12 +79,14 @@ def prepare(
     *,
     folder: RunFolder | None = None,
     started: Mapping[str, Any] | None = None,
+    processes: int = 1,
 ) -> Prepared:
     """Read the data, settle tokenizer, configuration and schedule, and print the summary. Writes nothing.
 
     Args:
         folder, started: a run to continue and its run.json: its tokenizer, configuration and intervals
-            are kept, and the data must be what it was.
+            are kept, and the data must be what it was. Its steps keep their rows on any number of processes.
+        processes: data-parallel ranks.
     """
     preset = PRESETS[
         settings.preset or "small"
@@ -103,7 +112,7 @@ def prepare(
             f"the data is not what the run started with ({documents.name}); restore it, or start a new run"
         )
     config = AutoConfig.from_pretrained(folder.path) if folder else make_config(settings, tokenizer)
-    schedule = _schedule(settings, data, preset.batch_size, preset.learning_rate, started)
+    schedule = _schedule(settings, data, preset.batch_size, preset.learning_rate, started, processes)
     facts = _announce(settings, config, data, schedule, console)
     return Prepared(
         settings=settings, tokenizer=tokenizer, data=data, config=config, schedule=schedule, facts=facts
@@ -116,10 +125,13 @@ def _schedule(
     batch_size: int,
     learning_rate: float,
     started: Mapping[str, Any] | None,
+    processes: int,
 ) -> Schedule:
-    batch_size = settings.batch_size or batch_size
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    rows_per_step = batch_size * settings.gradient_accumulation * processes
+    batch_size, accumulation = settings.batch_size or batch_size, settings.gradient_accumulation
+    if started is not None and started["schedule"]["processes"] != processes:
+        rows_before = batch_size * accumulation * started["schedule"]["processes"]
+        batch_size, accumulation = fit_rows(rows_before, batch_size, processes)
+    rows_per_step = batch_size * accumulation * processes
     if settings.epochs is not None:
         max_steps = max(1, math.ceil(settings.epochs * len(data.train) / rows_per_step))
     else:
@@ -131,6 +143,7 @@ def _schedule(
         learning_rate=settings.learning_rate or learning_rate,
         eval_every=settings.eval_every or part,
         save_every=settings.save_every or part,
+        gradient_accumulation=accumulation,
         processes=processes,
     )
 
@@ -158,7 +171,7 @@ def _announce(
         optimizer=settings.optimizer,
     )
     facts["trained_parameters"] = sum(group.num_elements for group in groups)
-    rows = schedule.batch_size * settings.gradient_accumulation * schedule.processes
+    rows = schedule.rows_per_step
     print_summary(
         console,
         name=settings.preset or settings.from_checkpoint or settings.model_config or "model",

@@ -30,6 +30,7 @@ from attention_residuals.training.checkpoints import complete_checkpoints, keep_
 from attention_residuals.training.data import RunOrder, TokenData
 from attention_residuals.training.optimizer import make_optimizer, make_scheduler, parameter_groups
 from attention_residuals.training.prepare import Schedule
+from attention_residuals.training.process_group import largest_over_processes
 from attention_residuals.training.progress import ProgressReport
 from attention_residuals.training.run_folder import RunFolder
 from attention_residuals.training.settings import TrainSettings
@@ -59,7 +60,7 @@ class Interrupts:
 
 
 class StopWhenAsked(TrainerCallback):
-    """Ends training with a checkpoint after the step in which a signal arrived."""
+    """Ends training with a checkpoint after the step in which a signal arrived, in whichever process."""
 
     def __init__(self, interrupts: Interrupts) -> None:
         self.interrupts = interrupts
@@ -67,7 +68,9 @@ class StopWhenAsked(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self.interrupts.received is not None:
+        (received,) = largest_over_processes([self.interrupts.received or 0])
+        self.interrupts.received = received or None
+        if received:
             control.should_save = True
             control.should_training_stop = True
 
@@ -114,17 +117,26 @@ class MetricsFile(TrainerCallback):
         if "loss" in logs:
             line["tokens"] = state.global_step * self.progress.tokens_per_step
             line["tokens_per_second"] = round(self.progress.tokens_per_second, 1)
-            if not math.isfinite(logs["loss"]):
-                raise UserError(
-                    f"the loss is {logs['loss']} at step {state.global_step}: training has diverged; lower "
-                    "--learning-rate or lengthen --warmup"
-                )
+            refuse_divergence(logs["loss"], state.global_step)
         try:
             self.folder.append_metrics(line)
         except OSError as error:
             raise UserError(
                 f"{self.folder.metrics_file} cannot be written: {error.strerror}; continue with --resume"
             ) from error
+
+
+def refuse_divergence(loss: float, step: int) -> None:
+    """Stop a run whose loss is no number.
+
+    Raises:
+        UserError: it isn't finite.
+    """
+    if not math.isfinite(loss):
+        raise UserError(
+            f"the loss is {loss} at step {step}: training has diverged; lower --learning-rate or lengthen "
+            "--warmup"
+        )
 
 
 class DepthTrainer(Trainer):
@@ -179,7 +191,7 @@ def training_arguments(
         max_steps=schedule.max_steps,
         per_device_train_batch_size=schedule.batch_size,
         per_device_eval_batch_size=schedule.batch_size,
-        gradient_accumulation_steps=settings.gradient_accumulation,
+        gradient_accumulation_steps=schedule.gradient_accumulation,
         learning_rate=schedule.learning_rate,
         max_grad_norm=settings.max_grad_norm,
         bf16=settings.bf16,
@@ -228,9 +240,8 @@ def make_trainer(
         warmup=settings.warmup,
         decay=settings.decay,
     )
-    rows_per_step = schedule.batch_size * settings.gradient_accumulation * schedule.processes
     trainer = DepthTrainer(
-        order=RunOrder(len(data.train), rows_per_step * schedule.max_steps, settings.seed),
+        order=RunOrder(len(data.train), schedule.rows_per_step * schedule.max_steps, settings.seed),
         keep=settings.keep_checkpoints,
         model=model,
         args=training_arguments(settings, schedule, folder, data),
