@@ -151,7 +151,7 @@ def test_changed_settings_are_refused(finished, place, changes, words):
 
 
 def test_a_run_killed_before_its_model_was_published_is_finished(finished, tmp_path):
-    """Its last checkpoint has no step left, which `attnres train --resume` refuses."""
+    """Its last checkpoint has no step left, so it is published with the validation loss it had."""
     run = tiny_settings(tmp_path, arms=["block:2"]).plan()[0]
     folder = RunFolder(run.settings.output_dir)
     shutil.copytree(finished[1].settings.output_dir, folder.path)
@@ -167,6 +167,7 @@ def test_a_run_killed_before_its_model_was_published_is_finished(finished, tmp_p
     assert run_all([run]).failures == {}
     assert losses(folder.path) == losses(Path(finished[1].settings.output_dir))
     assert (folder.path / "model.safetensors").is_file() and stored(run)["status"] == "finished"
+    assert stored(run)["eval_loss"] == stored(finished[1])["eval_loss"] is not None
 
 
 def when_at_step(run: PlannedRun, step: int, act: Callable[[], None]) -> threading.Thread:

@@ -14,7 +14,6 @@ import fcntl
 import importlib.util
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -31,7 +30,6 @@ from rich.console import Console
 from attention_residuals.comparison.progress import ProgressTable
 from attention_residuals.comparison.settings import PlannedRun
 from attention_residuals.errors import UserError
-from attention_residuals.training.checkpoints import complete_checkpoints, step_of
 from attention_residuals.training.run import resume, train
 from attention_residuals.training.run_folder import RunFolder
 from attention_residuals.training.settings import TrainSettings
@@ -181,10 +179,6 @@ def _train_or_continue(settings: TrainSettings, console: Console) -> int:
         stored = folder.read_run()
         if stored["status"] == "finished":
             return 0
-        # killed after the last step, before the model was published: the last stretch is trained again
-        for checkpoint in complete_checkpoints(folder.checkpoints):
-            if step_of(checkpoint) >= stored["max_steps"]:
-                shutil.rmtree(checkpoint)
         result = resume(settings.output_dir, {"threads": settings.threads}, console=console)
     return 0 if result.signal is None else 128 + result.signal
 

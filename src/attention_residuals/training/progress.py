@@ -26,7 +26,6 @@ class ProgressReport(TrainerCallback):
         self.console = console
         self.tokens_per_step = tokens_per_step
         self.loss = float("nan")
-        self.eval_loss: float | None = None
         self._durations: deque[float] = deque(maxlen=WINDOW)
         self._step_start = self._start = self._last_line = 0.0
         self._first_step = 0
@@ -76,8 +75,8 @@ class ProgressReport(TrainerCallback):
     ) -> None:
         logs = logs or {}
         if "eval_loss" in logs:
-            self.eval_loss = logs["eval_loss"]
-            self._line(f"step {state.global_step}/{state.max_steps}  validation loss {self.eval_loss:.4f}")
+            loss = logs["eval_loss"]
+            self._line(f"step {state.global_step}/{state.max_steps}  validation loss {loss:.4f}")
         if "loss" in logs:
             self.loss = logs["loss"]
             self._show(state)

@@ -242,13 +242,14 @@ def _fit(
             folder.publish(_saver(trainer, model, settings))
     step = trainer.state.global_step
     stopped = interrupts.received if step < schedule.max_steps else None
+    eval_loss = folder.last_eval_loss()  # a run that was killed before this point has nothing to evaluate
     if is_main_process():
         folder.update_run(
             status="interrupted" if stopped else "finished",
             ended=_now(),
             seconds=round(time.perf_counter() - start, 1),
             step=step,
-            eval_loss=progress.eval_loss,
+            eval_loss=eval_loss,
         )
     if stopped:
         name = signal.Signals(stopped).name
@@ -258,9 +259,7 @@ def _fit(
             highlight=False,
         )
     report = None if stopped or not is_main_process() else _report(prepared, folder, console)
-    return RunResult(
-        folder=folder.path, step=step, eval_loss=progress.eval_loss, signal=stopped, report=report
-    )
+    return RunResult(folder=folder.path, step=step, eval_loss=eval_loss, signal=stopped, report=report)
 
 
 def _saver(

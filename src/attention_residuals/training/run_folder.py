@@ -132,6 +132,11 @@ class RunFolder:
             return []
         return list(_whole_lines(self.metrics_file.read_text(encoding="utf-8")))
 
+    def last_eval_loss(self) -> float | None:
+        """The last validation loss in metrics.jsonl, also of an earlier start; None where there is none."""
+        losses = [line["eval_loss"] for line in self.read_metrics() if "eval_loss" in line]
+        return losses[-1] if losses else None
+
     def forget_metrics_after(self, step: int) -> None:
         """Drop the lines of steps that a resumed run will make again."""
         kept = [line for line in self.read_metrics() if line["step"] <= step]
