@@ -15,13 +15,14 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.timing import origin
 from rich.console import Console
 
+from attention_residuals.comparison.page import number
 from attention_residuals.comparison.report import ComparisonReport, write_report
 from attention_residuals.comparison.results import ArmResult, Mean
 from attention_residuals.comparison.run import run_plan
@@ -63,25 +64,29 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time, one thread each"
     )
+    parser.add_argument("--report", action="store_true", help="train nothing, report what is finished")
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS)
     given = parser.parse_args(arguments)
     plans = {part: plan_of(part, given.work) for part in given.parts}
     console = Console()
     everything = {run.name: run for plan in plans.values() for run in plan}
-    outcome = run_plan(list(everything.values()), jobs=given.jobs, threads=1, console=console)
-    if outcome.signal is not None:
-        sys.exit("stopped; the same command goes on from there")
+    failures: Mapping[str, str] = {}
+    if not given.report:
+        outcome = run_plan(list(everything.values()), jobs=given.jobs, threads=1, console=console)
+        if outcome.signal is not None:
+            sys.exit("stopped; the same command goes on from there")
+        failures = outcome.failures
     figures: dict[str, Any] = {"origin": {**origin(), "command": "make reproduce", "threads": 1}}
     for part, plan in plans.items():
         folder = given.work / part
         folder.mkdir(exist_ok=True)
-        report = write_report(plan, folder, failures=outcome.failures)
+        report = write_report(plan, folder, failures=failures)
         figures[part] = figures_of(report)
         keep(part, report)
         write_tables(part, report)
     write_beside(RESULTS / "reproduction.json", json.dumps(figures, indent=2) + "\n")
-    if outcome.failures:
-        sys.exit(f"failed: {outcome.failures}")
+    if failures:
+        sys.exit(f"failed: {failures}")
 
 
 def plan_of(part: str, work: Path) -> tuple[PlannedRun, ...]:
@@ -125,7 +130,8 @@ def write_tables(part: str, report: ComparisonReport) -> None:
     lines: list[str] = []
     for size in dict.fromkeys(result.size for result in report.results):
         mine = [result for result in report.results if result.size == size]
-        lines += [f"{size}:", "", *arm_table(mine), ""]
+        swept = any(len(result.rates) > 1 for result in mine)
+        lines += [f"{size}:", "", *(rate_table(mine) if swept else arm_table(mine)), ""]
     if report.scaling:
         lines += [*scaling_table(report), ""]
     text = DOCUMENT.read_text(encoding="utf-8")
@@ -147,12 +153,22 @@ def arm_table(results: Sequence[ArmResult]) -> list[str]:
         if difference is not None:
             found = interval(difference)
             span = "" if found is None else f"{found[0]:+.4f} to {found[1]:+.4f}"
-            cells = [f"{difference.value:+.4f} ± {difference.error:.4f}", span]
+            cells = [f"{number(difference.value, '+.4f')} ± {number(difference.error)}", span]
         paper = PAPER.get(result.arm)
         rows.append(
-            f"| {result.arm} | {loss.value:.4f} ± {loss.error:.4f} | {cells[0]} | {cells[1]} | "
+            f"| {result.arm} | {number(loss.value)} ± {number(loss.error)} | {cells[0]} | {cells[1]} | "
             f"{len(loss.by_seed)} | {'' if paper is None else f'{paper:+.3f}'} |"
         )
+    return rows
+
+
+def rate_table(results: Sequence[ArmResult]) -> list[str]:
+    """Markdown rows of a sweep: each arm's loss at each learning rate, a dash where a run is missing."""
+    rates = [rate.learning_rate for rate in results[0].rates]
+    rows = [f"| arm | {' | '.join(f'{rate:g}' for rate in rates)} |", "|---" * (1 + len(rates)) + "|"]
+    for result in results:
+        losses = ("–" if rate.missing else f"{rate.loss.value:.4f}" for rate in result.rates)
+        rows.append(f"| {result.arm} | {' | '.join(losses)} |")
     return rows
 
 
