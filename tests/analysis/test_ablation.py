@@ -27,7 +27,7 @@ def loss_by_hand(model, ids: torch.Tensor, read: int, source: int, *, renormalis
     """The loss where one read's source has weight zero, by the equation of the read written out."""
     module = read_module(model, read)
 
-    def by_hand(sources, norm_weight=None, norm_eps=1e-6):
+    def by_hand(sources, norm_weight=None, norm_eps=1e-6, norm_offset=0.0):
         v_NBTD = torch.stack(list(sources))
         rms = (v_NBTD.square().mean(-1, keepdim=True) + module.eps).sqrt()
         alpha = torch.softmax((v_NBTD / rms * module.key_weight * module.query).sum(-1), 0)
@@ -35,7 +35,7 @@ def loss_by_hand(model, ids: torch.Tensor, read: int, source: int, *, renormalis
         if renormalised:
             alpha = alpha / alpha.sum(0)
         h = (alpha[..., None] * v_NBTD).sum(0)
-        return h / (h.square().mean(-1, keepdim=True) + norm_eps).sqrt() * norm_weight
+        return h / (h.square().mean(-1, keepdim=True) + norm_eps).sqrt() * (norm_offset + norm_weight)
 
     module.forward = by_hand
     try:

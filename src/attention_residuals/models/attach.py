@@ -101,7 +101,14 @@ class AttnResNorm(nn.Module):
             return norm(mixture)
         weight, offset, eps = norm_of(self)
         # a read of one source is that source under any query, so this is the norm alone, in one pass
-        return depth_attention((mixture,), weight, norm_weight=weight, norm_offset=offset, norm_eps=eps)
+        return depth_attention(
+            (mixture,),
+            weight,
+            norm_weight=weight,
+            norm_eps=eps,
+            norm_offset=offset,
+            backend=self.read.backend,
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, (_norm_class, _plain_class(self)), self.__dict__
