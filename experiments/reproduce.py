@@ -76,7 +76,9 @@ def main(arguments: Sequence[str]) -> None:
         if outcome.signal is not None:
             sys.exit("stopped; the same command goes on from there")
         failures = outcome.failures
-    figures: dict[str, Any] = {"origin": {**origin(), "command": "make reproduce", "threads": 1}}
+    stored = RESULTS / "reproduction.json"
+    figures: dict[str, Any] = json.loads(stored.read_text(encoding="utf-8")) if stored.exists() else {}
+    figures["origin"] = {**origin(), "command": "make reproduce", "threads": 1}
     for part, plan in plans.items():
         folder = given.work / part
         folder.mkdir(exist_ok=True)
@@ -84,7 +86,7 @@ def main(arguments: Sequence[str]) -> None:
         figures[part] = figures_of(report)
         keep(part, report)
         write_tables(part, report)
-    write_beside(RESULTS / "reproduction.json", json.dumps(figures, indent=2) + "\n")
+    write_beside(stored, json.dumps(figures, indent=2) + "\n")
     if failures:
         sys.exit(f"failed: {failures}")
 
