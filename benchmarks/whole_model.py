@@ -84,7 +84,7 @@ def training_step(model: Any, ids: torch.Tensor) -> Callable[[], None]:
     return run
 
 
-def main(threads: int = 2, runs: int = 4) -> None:
+def main(threads: int = 2, runs: int = 2) -> None:
     """`runs` are the rounds of a bfloat16 prefill; what is shorter or spreads more gets more rounds."""
     torch.set_num_threads(threads)
     figures: dict[str, Any] = {"shape": "0.8B", "prompt": PROMPT, "vocabulary": 32768}
