@@ -7,15 +7,9 @@ import os
 from typing import Any
 
 from attention_residuals.config import AttnResConfig
-from attention_residuals.errors import UserError
-from attention_residuals.training.settings import TrainSettings
+from attention_residuals.training.settings import TrainSettings, require
 
 PIPELINE_OPTIONS = ("virtual_stages", "microbatches", "pipeline_schedule")
-
-
-def _require(rule: bool, message: str) -> None:
-    if not rule:
-        raise UserError(message)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,11 +51,11 @@ class Layout:
         for name in names:
             value = getattr(self, name)
             option = "--" + name.replace("_", "-")
-            _require(value is None or value >= 1, f"{option} must be at least 1, got {value}")
+            require(value is None or value >= 1, f"{option} must be at least 1, got {value}")
         if self.data_parallel is None:
             object.__setattr__(self, "data_parallel", self._ranks_left())
         product = self.pipeline * self.data_ranks * self.tensor_parallel
-        _require(
+        require(
             product == self.processes,
             f"{self.describe()} need {product} processes, but {self.processes} were started; start torchrun "
             f"with --nproc-per-node (times --nnodes) {product}, or change the options",
@@ -69,13 +63,13 @@ class Layout:
         if self.pipeline == 1:
             for name in PIPELINE_OPTIONS:
                 option = "--" + name.replace("_", "-")
-                _require(getattr(self, name) is None, f"{option} belongs to --pipeline; give both or neither")
-        _require(
+                require(getattr(self, name) is None, f"{option} belongs to --pipeline; give both or neither")
+        require(
             not (self.fsdp and self.pipeline > 1),
             "--fsdp would gather a layer's weights for every microbatch of --pipeline; give one of the two, "
             "with --tensor-parallel where the model is still too large",
         )
-        _require(
+        require(
             not self.fsdp or self.data_ranks > 1,
             f"--fsdp shares weights among data-parallel ranks, but {self.describe()} leave one; start more "
             "processes, or leave --fsdp out",
@@ -83,7 +77,7 @@ class Layout:
 
     def _ranks_left(self) -> int:
         others = self.pipeline * self.tensor_parallel
-        _require(
+        require(
             self.processes % others == 0,
             f"--pipeline {self.pipeline} and --tensor-parallel {self.tensor_parallel} need a multiple of "
             f"{others} processes, but {self.processes} were started; start torchrun with such a number, or "
@@ -133,16 +127,16 @@ class Layout:
         Raises:
             UserError: an option that this layout doesn't support was given.
         """
-        _require(
+        require(
             settings.lora is None,
             f"--lora needs whole weights on every process, got {self.describe()}; leave these out",
         )
-        _require(
+        require(
             settings.optimizer != "muon" or (not self.fsdp and self.tensor_parallel == 1),
             "--optimizer muon needs whole matrices, which --fsdp and --tensor-parallel cut; use adamw, or "
             "--pipeline",
         )
-        _require(
+        require(
             not (settings.chunked_loss and self.pipeline > 1),
             "--chunked-loss replaces the whole model's forward, which --pipeline cuts; leave one of them out",
         )
@@ -157,7 +151,7 @@ class Layout:
             UserError: heads or layers don't divide, or the model has no tensor-parallel plan.
         """
         reads = AttnResConfig.from_dict(config.attn_res)
-        _require(
+        require(
             not (self.fsdp and reads.read_schedule == "two_phase"),
             "read_schedule=two_phase needs the queries of several layers at once, which --fsdp shards; use "
             "read_schedule=auto or per_read",
@@ -165,7 +159,7 @@ class Layout:
         if self.tensor_parallel > 1:
             self._check_tensor_parallel(config)
         stages = self.pipeline * (self.virtual_stages or 1)
-        _require(
+        require(
             stages <= config.num_hidden_layers,
             f"--pipeline {self.pipeline} needs a layer for each of its {stages} stages, but the model has "
             f"{config.num_hidden_layers}; take fewer",
@@ -174,7 +168,7 @@ class Layout:
     def _check_tensor_parallel(self, config: Any) -> None:
         for name in ("num_attention_heads", "num_key_value_heads"):
             heads = getattr(config, name, None)
-            _require(
+            require(
                 heads is None or heads % self.tensor_parallel == 0,
                 f"--tensor-parallel must divide {name} {heads}, got {self.tensor_parallel}",
             )
@@ -185,7 +179,7 @@ class Layout:
         Raises:
             UserError: it has.
         """
-        _require(
+        require(
             batch_size >= self.microbatch_count,
             f"--microbatches {self.microbatch_count} need as many rows, but a batch has {batch_size}; raise "
             "--batch-size, or take fewer",
@@ -204,7 +198,7 @@ def fit_rows(rows_per_step: int, batch_size: int, data_ranks: int) -> tuple[int,
         UserError: the rows can't be shared equally.
     """
     per_rank, over = divmod(rows_per_step, data_ranks)
-    _require(
+    require(
         over == 0,
         f"the run's steps have {rows_per_step} rows, which {data_ranks} data-parallel ranks can't share "
         "equally; resume with a number of them that divides it",

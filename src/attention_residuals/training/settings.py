@@ -23,7 +23,8 @@ REPORTERS = {"tensorboard": "tensorboard", "trackio": "trackio", "wandb": "wandb
 CHANGEABLE_ON_RESUME = ("max_steps", "keep_checkpoints", "report_to", "threads", "cache_dir")
 
 
-def _require(rule: bool, message: str) -> None:
+def require(rule: bool, message: str) -> None:
+    """Raise UserError with `message`, which says rule, value and remedy, unless `rule` holds."""
     if not rule:
         raise UserError(message)
 
@@ -131,58 +132,58 @@ class TrainSettings:
             )
             if value is not None
         ]
-        _require(
+        require(
             len(given) <= 1, f"give one of --preset, --model-config and --from, got {' and '.join(given)}"
         )
         if not given:
             object.__setattr__(self, "preset", "tiny")
-        _require(
+        require(
             self.preset is None or self.preset in PRESETS,
             f"--preset must be one of {', '.join(PRESETS)}, got {self.preset!r}",
         )
         if self.model_config is not None:
-            _require(Path(self.model_config).is_file(), f"--model-config {self.model_config} does not exist")
+            require(Path(self.model_config).is_file(), f"--model-config {self.model_config} does not exist")
         if self.from_checkpoint is not None:
             config = Path(self.from_checkpoint) / "config.json"
-            _require(
+            require(
                 config.is_file(), f"--from must be a folder with a saved model, but {config} does not exist"
             )
 
     def _check_choices(self) -> None:
-        _require(
+        require(
             self.optimizer in OPTIMIZERS,
             f"--optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}",
         )
-        _require(
+        require(
             self.schedule in SCHEDULES,
             f"--schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}",
         )
-        _require(
+        require(
             self.max_steps is None or self.epochs is None,
             f"give --max-steps or --epochs, not both; got {self.max_steps} and {self.epochs}",
         )
-        _require(
+        require(
             self.vocab_size is None or self.tokenizer in (None, "bpe"),
             f"--vocab-size belongs to a tokenizer trained on the data, got --tokenizer {self.tokenizer}; "
             "leave one of the two out",
         )
 
     def _check_fine_tuning(self) -> None:
-        _require(
+        require(
             self.train_only in (None, *TRAINED_PARTS),
             f"--train-only must be one of {', '.join(TRAINED_PARTS)}, got {self.train_only!r}",
         )
         if self.lora is None:
             return
-        _require(
+        require(
             self.from_checkpoint is not None,
             f"--lora {self.lora} adapts a saved model; name it with --from",
         )
-        _require(
+        require(
             self.train_only is None,
             f"--lora trains adapters and reads, --train-only {self.train_only} less; give one of the two",
         )
-        _require(
+        require(
             importlib.util.find_spec("peft") is not None,
             "--lora needs the package peft, which is not installed; pip install peft",
         )
@@ -205,34 +206,34 @@ class TrainSettings:
         for name, least in at_least.items():
             value = getattr(self, name)
             option = "--" + name.replace("_", "-")
-            _require(value is None or value >= least, f"{option} must be at least {least}, got {value}")
+            require(value is None or value >= least, f"{option} must be at least {least}, got {value}")
 
     def _check_rates(self) -> None:
         for name, value in (("learning-rate", self.learning_rate), ("epochs", self.epochs)):
-            _require(
+            require(
                 value is None or (math.isfinite(value) and value > 0),
                 f"--{name} must be a finite number above 0, got {value}",
             )
         for name in ("read_lr_factor", "weight_decay", "warmup", "max_grad_norm"):
             value = getattr(self, name)
             option = "--" + name.replace("_", "-")
-            _require(
+            require(
                 math.isfinite(value) and value >= 0, f"{option} must be a finite number from 0, got {value}"
             )
-        _require(
+        require(
             self.warmup < 1 or self.warmup == int(self.warmup),
             f"--warmup must be a whole number of steps or a share below 1, got {self.warmup}",
         )
-        _require(0 <= self.decay <= 1, f"--decay must be a share of the steps from 0 to 1, got {self.decay}")
-        _require(
+        require(0 <= self.decay <= 1, f"--decay must be a share of the steps from 0 to 1, got {self.decay}")
+        require(
             0 <= self.validation_fraction <= 0.5,
             f"--validation-fraction must be from 0 to 0.5, got {self.validation_fraction}",
         )
 
     def _check_reporters(self) -> None:
         for name in self.report_to:
-            _require(name in REPORTERS, f"--report-to must be one of {', '.join(REPORTERS)}, got {name!r}")
-            _require(
+            require(name in REPORTERS, f"--report-to must be one of {', '.join(REPORTERS)}, got {name!r}")
+            require(
                 importlib.util.find_spec(REPORTERS[name]) is not None,
                 f"--report-to {name} needs the package {REPORTERS[name]}, which is not installed; "
                 f"pip install {REPORTERS[name]}",
@@ -270,7 +271,7 @@ class TrainSettings:
         """
         known = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(set(fields) - known)
-        _require(not unknown, f"the run was made with settings this version does not know: {unknown}")
+        require(not unknown, f"the run was made with settings this version does not know: {unknown}")
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
         }
@@ -286,7 +287,7 @@ class TrainSettings:
         for name, value in given.items():
             if name == "output_dir" or getattr(self, name) == value:
                 continue
-            _require(
+            require(
                 name in CHANGEABLE_ON_RESUME,
                 f"a resumed run keeps its settings: {name} is {getattr(self, name)!r}, got {value!r}; leave "
                 "it out, or start a new run with --from",
