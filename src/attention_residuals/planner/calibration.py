@@ -7,10 +7,8 @@ by the ratio of the counts.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -23,16 +21,16 @@ from transformers import DynamicCache
 from attention_residuals.planner.dry_run import DryRun
 from attention_residuals.planner.layout import Layout
 from attention_residuals.planner.plain_model import PlainModel, representatives, thin_model
-from attention_residuals.planner.read_timing import time_reads
+from attention_residuals.planner.read_timing import time_reads, touch_other_memory
 from attention_residuals.variant import ReadVariant
 
 PHASES = ("prefill", "decode", "forward", "backward")
-FORWARD_FLOPS = 4e9  # of one calibrated forward
+FORWARD_FLOPS = 32e9  # of one calibrated forward
 PHASE_SECONDS = 1.0  # spent on repeating one pass
-LEAST_RUNS, MOST_RUNS = 5, 40
+LEAST_RUNS, MOST_RUNS = 3, 40
 VOCABULARY = 32_768  # rows of the output matrix that are timed; more take proportionally longer
 CACHED_TOKENS = 64  # in the cache of a timed decoding step, at most
-MALLOC_KEEPS = 1 << 26  # bytes above which glibc gives freed memory back
+OTHER_MEMORY = 1 << 21  # elements, in place of the layers left out between two decoding steps
 MEMORY_ELEMENTS = 1 << 24  # of the tensor whose copy is timed
 
 Clock = Callable[[], float]
@@ -94,7 +92,6 @@ def calibrate(
     rows: tuple[int, int],
     counted: DryRun,
     *,
-    kept_bytes: int = 0,
     variant: ReadVariant | None = None,
     device: torch.device | str = "cpu",
     clock: Clock = time.perf_counter,
@@ -104,7 +101,6 @@ def calibrate(
     Args:
         rows: B and T to time, as `calibrated_rows` gives them.
         counted: the dry run of these rows.
-        kept_bytes: what a training step of the whole model keeps for backward.
         variant: of the reads; None for the paper's.
         clock: seconds; `time.thread_time` where one thread works and others share the cores.
     """
@@ -117,13 +113,11 @@ def calibrate(
     thin.apply(thin._init_weights)
     watch = _Stopwatch(model, thin, _synchronised(clock, device))
     ids = torch.randint(0, vocabulary, rows, device=device)
-    # What a deep model keeps goes back to the system when it is freed, and is mapped anew in the next step.
-    releases = sys.platform == "linux" and device.type == "cpu" and kept_bytes > MALLOC_KEEPS
-    forget = _trim if releases else None
+    # training comes first, since the C library's heap has then grown, and a prefill fetches no new pages
     parts = {
+        **_time_training(watch, thin.train(), ids),
         "prefill": _time_forward(watch, thin.eval(), ids),
         "decode": _time_decode(watch, thin, ids[:1, :CACHED_TOKENS].expand(layout.batch, -1)),
-        **_time_training(watch, thin.train(), ids, forget),
     }
     reads = time_reads(
         model.family,
@@ -228,6 +222,7 @@ def _time_decode(watch: _Stopwatch, thin: Any, ids: Tensor) -> dict[str, Any]:
         thin(ids, cache=cache, use_cache=True, logits_to_keep=1)
 
         def once() -> dict[str, float]:
+            touch_other_memory(OTHER_MEMORY)
             started = watch.clock()
             thin(ids[:, :1], cache=cache, use_cache=True)
             return {"forward": watch.clock() - started}
@@ -235,12 +230,8 @@ def _time_decode(watch: _Stopwatch, thin: Any, ids: Tensor) -> dict[str, Any]:
         return watch.run(once)["forward"]
 
 
-def _time_training(
-    watch: _Stopwatch, thin: Any, ids: Tensor, forget: Callable[[], None] | None
-) -> dict[str, dict[str, Any]]:
+def _time_training(watch: _Stopwatch, thin: Any, ids: Tensor) -> dict[str, dict[str, Any]]:
     def once() -> dict[str, float]:
-        if forget is not None:
-            forget()
         started = watch.clock()
         loss = thin(ids, labels=ids, use_cache=False).loss
         between = watch.clock()
@@ -250,13 +241,6 @@ def _time_training(
         return {"forward": between - started, "backward": ended - between}
 
     return watch.run(once)
-
-
-def _trim() -> None:
-    """Give free memory back to the system, where the C library is glibc; others have their own rules."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _copy_bandwidth(device: torch.device, clock: Clock) -> float:

@@ -116,17 +116,8 @@ class Planner:
         same = rows == (self.layout.batch, self.layout.context)
         counted = self.run if same else self._count(*rows)
         variant = None if config is None else config.variant
-        plain = self.stage_plan(DepthPlan(self.model.num_sublayers, AttnResConfig(mode="standard")))
-        kept = max(rank.activations + rank.recomputed for rank in self._memory(plain))
         self.calibration = calibrate(
-            self.model,
-            self.layout,
-            rows,
-            counted,
-            kept_bytes=kept,
-            variant=variant,
-            device=self.device,
-            **options,
+            self.model, self.layout, rows, counted, variant=variant, device=self.device, **options
         )
         self.times = TimeModel(self.model, self.layout, self.calibration, self.run, counted)
 
