@@ -47,6 +47,7 @@ PAPER: dict[str, float | None] = {
     "Block, S=8": -0.018,
     "Block, S=16": -0.013,
     "input-dependent query": -0.035,
+    "input-dependent query, rate / 50": -0.035,
     "sigmoid": -0.025,
     "no key norm": -0.023,
     "input-independent weights": -0.017,
