@@ -12,8 +12,8 @@ from attention_residuals.plan import DepthPlan
 
 @dataclasses.dataclass
 class HandMadeRecord:
+    plan: DepthPlan
     weights: list[torch.Tensor]
-    source_names: list[tuple[str, ...]]
     read_names: list[str]
     input_norms: list[torch.Tensor]
     output_norms: list[torch.Tensor]
@@ -34,8 +34,8 @@ def make_record(num_sublayers: int, *, tokens: int = 3, batch: int = 2, **config
         for read in range(plan.num_reads)
     ]
     return HandMadeRecord(
+        plan=plan,
         weights=weights,
-        source_names=[plan.source_names(read) for read in range(plan.num_reads)],
         read_names=[*sublayer_names(num_sublayers), "final"],
         input_norms=[torch.full((batch, tokens), 1.0 + read) for read in range(plan.num_reads)],
         output_norms=[torch.full((batch, tokens), 2.0 + read) for read in range(num_sublayers)],

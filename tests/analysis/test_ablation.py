@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny_reads import VOCABULARY, choosing_model, token_ids
+from tiny_reads import BLOCK, VOCABULARY, choosing_model, token_ids
 
 import attention_residuals as ar
 from attention_residuals.analysis.ablation import ablate_sources, without_source
+from attention_residuals.analysis.source_columns import column_names, source_columns
 from attention_residuals.models.attach import reads_in_order
 from attention_residuals.models.mixins import family_of
 
@@ -16,6 +17,8 @@ SETTINGS = (
     ("Llama", {"mode": "full"}),
     ("Qwen3_5", {"mode": "block", "sublayers_per_block": 3}),
     ("Llama", {"mode": "block", "num_blocks": 2, "read_scale": "sum"}),
+    ("Llama", {"mode": "full", "window": 3}),
+    ("Qwen3_5", {"mode": "block", "sublayers_per_block": 2, "window": 1}),
 )
 
 
@@ -25,13 +28,13 @@ def read_module(model, read: int) -> ar.DepthRead:
 
 def loss_by_hand(model, ids: torch.Tensor, read: int, source: int, *, renormalised: bool) -> float:
     """The loss where one read's source has weight zero, by the equation of the read written out."""
-    module = read_module(model, read)
+    module, place = read_module(model, read), source_columns(model.model.depth_plan, read).index(source)
 
     def by_hand(sources, norm_weight=None, norm_eps=1e-6, norm_offset=0.0):
         v_NBTD = torch.stack(list(sources))
         rms = (v_NBTD.square().mean(-1, keepdim=True) + module.eps).sqrt()
         alpha = torch.softmax((v_NBTD / rms * module.key_weight * module.query).sum(-1), 0)
-        alpha[source] = 0
+        alpha[place] = 0
         if renormalised:
             alpha = alpha / alpha.sum(0)
         h = (alpha[..., None] * v_NBTD).sum(0)
@@ -52,12 +55,12 @@ def test_every_change_is_that_of_the_read_without_the_source(family, attn_res) -
     plan = model.model.depth_plan
     with torch.no_grad():
         assert found.loss == model(ids, labels=ids, use_cache=False).loss.item()
-    assert found.read_names[-1] == "final" and found.source_names == plan.source_names(8)
+    assert found.read_names[-1] == "final" and found.source_names == column_names(plan)
     assert np.isnan(found.loss_change[0]).all()
     for read in range(1, plan.num_reads):
-        known = ~np.isnan(found.loss_change[read])
-        assert known.sum() == plan.num_sources(read) and known[: known.sum()].all()
-        for source in range(plan.num_sources(read)):
+        seen = source_columns(plan, read)
+        assert np.flatnonzero(~np.isnan(found.loss_change[read])).tolist() == list(seen)
+        for source in seen:
             expected = loss_by_hand(model, ids, read, source, renormalised=True) - found.loss
             assert found.loss_change[read, source] == pytest.approx(expected, abs=2e-5)  # a float32 loss
     assert np.nanmax(np.abs(found.loss_change)) > 1e-2
@@ -145,6 +148,61 @@ def test_everything_is_put_back_also_after_an_error() -> None:
 def test_reads_and_sources_that_are_not_there(read: int, source: int, message: str) -> None:
     with pytest.raises(IndexError, match=message), without_source(choosing_model(), read, source):
         pass
+
+
+def test_sources_outside_the_window_are_not_there() -> None:
+    model = choosing_model(mode="full", window=2)
+    message = "source must be 0 or from 4 to 5, which the read sees, at read 5, got 3"
+    with pytest.raises(IndexError, match=message), without_source(model, 5, 3):
+        pass
+
+
+@pytest.mark.parametrize("source", [0, 1, 2])
+def test_every_head_does_without_the_source(source: int) -> None:
+    model, ids = choosing_model(**BLOCK, heads=2), token_ids()
+    found = ablate_sources(model, ids, reads=[4])
+    module = read_module(model, 4)
+    whole = module._read_variant
+
+    def without(sources, norm_weight, norm_eps):
+        v = torch.stack([v for i, v in enumerate(sources) if i != source])
+        key = v / (v.square().mean(-1, keepdim=True) + module.eps).sqrt() * module.key_weight * module.query
+        alpha = torch.softmax(key.unflatten(-1, (2, -1)).sum(-1), 0)
+        h = (alpha[..., None] * v.unflatten(-1, (2, -1))).sum(0).flatten(-2)
+        return h / (h.square().mean(-1, keepdim=True) + norm_eps).sqrt() * norm_weight, alpha.mean(-1)
+
+    module._read_variant = without
+    with torch.no_grad():
+        expected = model(ids, labels=ids, use_cache=False).loss.item() - found.loss
+    module._read_variant = whole
+    assert found.loss_change[4, source] == pytest.approx(expected, abs=2e-5)
+
+
+def test_learned_scores_go_with_their_sources() -> None:
+    model, ids = choosing_model(**BLOCK, weights="scalars"), token_ids()
+    found = ablate_sources(model, ids, reads=[4])
+    scores = read_module(model, 4).source_scores
+    assert isinstance(scores, torch.nn.Parameter)
+    for source in range(3):
+        with torch.no_grad():
+            kept = scores[source].clone()
+            scores[source] = -torch.inf
+            changed = model(ids, labels=ids, use_cache=False).loss.item()
+            scores[source] = kept
+        assert found.loss_change[4, source] == pytest.approx(changed - found.loss, abs=2e-5)
+
+
+def test_without_the_partial_sum_the_last_block_is_normalised_as_a_block() -> None:
+    model, ids = choosing_model(**BLOCK, values="normalised_blocks"), token_ids()
+    module = read_module(model, 4)
+    assert module.has_partial
+    received = []
+    with ar.record_depth_weights(model), torch.no_grad(), without_source(model, 4, 2):
+        hook = module.register_forward_hook(lambda m, args, _: received.append((args[0], m.has_partial)))
+        model(ids)
+        hook.remove()
+    ((sources, has_partial),) = received
+    assert len(sources) == 2 and not has_partial and module.has_partial
 
 
 def test_a_loss_that_is_no_number_is_refused() -> None:

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import re
-import shutil
-import subprocess
-from html import unescape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
 from tiny_reads import choosing_model, token_ids
 
 from attention_residuals.analysis.record import DepthRecord, record_forward
 from attention_residuals.analysis.report import report_on
 from attention_residuals.analysis.token_view import MEASURES
+from browser import DARK, HEIGHT, LIGHT, WIDTH, needs_browser, probe, visit
 
-PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(
-    PROGRAM is None, reason="no browser: none of chromium, chromium-browser, google-chrome is installed"
-)
-WIDTH, HEIGHT = 390, 3600  # a phone's width, and the whole page; AROUND has the same width
-DARK, LIGHT = 0, 1  # Blink's preferredColorScheme
+pytestmark = needs_browser
 WORDS = ["The", "people", "of", "the", "United", "States", "have", "<every>", "reason", "&", "more"]
 TOKENS = [f"{word} " for word in WORDS]
 
@@ -59,54 +49,19 @@ press("Escape");
 found.end = { status: status(), cells: cells() };
 parent.postMessage(JSON.stringify(found), "*");
 """
-# A browser window is no narrower than 500 pixels, a frame can be.
-AROUND = """<!DOCTYPE html>
-<pre id="probe"></pre>
-<script>
-addEventListener("message", (event) => { document.getElementById("probe").textContent = event.data; });
-</script>
-<iframe src="copy.html" style="width: 390px; height: 800px; border: 0"></iframe>
+
+
+# What keys reach in a map with gaps: along a row over them, across rows to the nearest column.
+WINDOW_PROBE = """
+const press = (key) => {
+  document.activeElement.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+  const td = document.activeElement;
+  return [Number(td.dataset.read), td.cellIndex - 1, byId("status").textContent];
+};
+rows[6][1].focus();
+const found = ["ArrowLeft", "ArrowRight", "ArrowUp", "ArrowDown", "ArrowDown", "ArrowDown"].map(press);
+parent.postMessage(JSON.stringify(found), "*");
 """
-
-
-@dataclasses.dataclass(frozen=True)
-class Visit:
-    """What a browser made of a page: its document, what went to the console, and what the page asked for."""
-
-    document: str
-    console: tuple[str, ...]
-    requests: tuple[str, ...]
-    picture: np.ndarray  # [height, width, RGB], from 0 to 1
-
-
-def visit(page: Path, folder: Path, scheme: int = LIGHT) -> Visit:
-    """Open a page in a browser that resolves no name."""
-    assert PROGRAM is not None
-    folder.mkdir()
-    log, picture = folder / "net.json", folder / "page.png"
-    done = subprocess.run(
-        [
-            *(PROGRAM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars"),
-            *("--disable-background-networking", "--host-resolver-rules=MAP * ~NOTFOUND"),
-            *(f"--user-data-dir={folder / 'profile'}", "--enable-logging=stderr", f"--log-net-log={log}"),
-            *(f"--blink-settings=preferredColorScheme={scheme}", f"--window-size={WIDTH},{HEIGHT}"),
-            *(f"--screenshot={picture}", "--virtual-time-budget=1000", "--dump-dom", page.as_uri()),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    network = json.loads(log.read_text(encoding="utf-8"))
-    start = network["constants"]["logEventTypes"]["URL_REQUEST_START_JOB"]
-    started = [event["params"] for event in network["events"] if event["type"] == start and "params" in event]
-    return Visit(
-        document=done.stdout,
-        console=tuple(line for line in done.stderr.splitlines() if "CONSOLE" in line),
-        # the browser's own requests have "not an origin", a page from a file the origin "null"
-        requests=tuple(asked["url"] for asked in started if asked.get("initiator") == "null"),
-        picture=imread(picture)[..., :3],
-    )
 
 
 @pytest.fixture(scope="module")
@@ -128,14 +83,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def probed(page: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("probed")
     text = page.read_text(encoding="utf-8").replace("show();\n</script>", f"show();\n{PROBE}</script>")
-    (folder / "copy.html").write_text(text, encoding="utf-8")
-    (folder / "around.html").write_text(AROUND, encoding="utf-8")
-    seen = visit(folder / "around.html", folder / "visit")
-    assert not seen.console
-    (found,) = re.findall(r'<pre id="probe">(.*?)</pre>', seen.document)
-    return json.loads(unescape(found))
+    return probe(text, tmp_path_factory.mktemp("probed"))
 
 
 def token_cells(record: DepthRecord, index: int) -> list[list[float]]:
@@ -198,3 +147,13 @@ def test_the_text_shows_the_cell_that_keys_reach_and_the_measure_chosen(
     table = record.to_measure_table()
     assert probed["measure"]["titles"] == pytest.approx(table["entropy"][table["read"] == 1], abs=0.0006)
     assert f"Text: {MEASURES['entropy']} at layer 0 mlp" in probed["measure"]["status"]
+
+
+def test_keys_pass_over_sources_outside_a_window(tmp_path: Path) -> None:
+    model, ids = choosing_model(mode="full", window=2), token_ids(1, len(TOKENS))
+    page = report_on(model, ids, tmp_path / "report", tokens=TOKENS, name="tiny").page
+    text = page.read_text(encoding="utf-8").replace("show();\n</script>", f"show();\n{WINDOW_PROBE}</script>")
+    found = probe(text, tmp_path)
+    # reads 5 to 8 see the embedding and sublayers 4 and 5, 5 and 6, 6 and 7, 7 and 8
+    assert [at[:2] for at in found] == [[6, 0], [6, 5], [5, 5], [6, 5], [7, 6], [8, 7]]
+    assert "depth weight on sublayer 7 at final" in found[-1][2]

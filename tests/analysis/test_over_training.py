@@ -29,9 +29,9 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-def save_step(folder: Path, strength: float) -> ar.DepthRecord:
+def save_step(folder: Path, strength: float, **attn_res: object) -> ar.DepthRecord:
     """A model whose queries are `strength` times those of another, and its record of TEXT."""
-    model = choosing_model().float()
+    model = choosing_model(**attn_res).float()
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, ar.DepthRead):
@@ -76,6 +76,20 @@ def test_the_table_is_steps_by_reads(run: Path) -> None:
     at = (table["step"] == 10) & (table["read_name"] == "final")
     assert table["read"][at].tolist() == [8]
     assert table["locality"][at].tolist() == [history.measures["locality"][1, 8]]
+
+
+def test_reads_with_a_window_are_measured_over_what_they_see(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "run" / "checkpoints"
+    window = {"mode": "full", "window": 2}
+    records = [save_step(checkpoints / f"checkpoint-{step}", step, **window) for step in (0, 1)]
+    for step in (0, 1):
+        mark_complete(checkpoints / f"checkpoint-{step}")
+    measures = depth_over_training(tmp_path / "run", TEXT, device="cpu").measures
+    np.testing.assert_allclose(measures["normalised_entropy"][0, 1:], 1.0, rtol=1e-5)
+    np.testing.assert_allclose(measures["effective_sources"][0], [1, 2, 3, 3, 3, 3, 3, 3, 3], rtol=1e-5)
+    np.testing.assert_allclose(measures["locality"][0, 1:], 0.5, rtol=1e-5)
+    weights = records[1].weights[7].double()
+    assert measures["locality"][1, 7] == pytest.approx((weights[1] / 2 + weights[2]).mean().item(), rel=1e-4)
 
 
 def test_a_run_without_checkpoints_says_how_to_get_them(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ SIZES = {
     "128 sublayers, 32 blocks": (128, {"num_blocks": 32}),
     "48 sublayers, full": (48, {"mode": "full"}),
     "128 sublayers, full": (128, {"mode": "full"}),
+    "8 sublayers, window": (8, {"num_blocks": 4, "window": 2}),
+    "48 sublayers, full, window": (48, {"mode": "full", "window": 8}),
 }
 
 
@@ -97,8 +99,9 @@ def test_depth_map_names_sit_at_their_rows(summary: DepthSummary) -> None:
         assert label.get_text().replace("\n", " ") == summary.source_names[int(position)]
 
 
-def test_small_maps_show_every_name_and_number() -> None:
-    summary = summarise(make_record(8, num_blocks=4))
+@pytest.mark.parametrize("window", [None, 2])
+def test_small_maps_show_every_name_and_number(window: int | None) -> None:
+    summary = summarise(make_record(8, num_blocks=4, window=window))
     figure = plots.draw_depth_map(summary)
     axes = figure.axes[0]
     assert len(axes.get_yticks()) == 9 and len(axes.get_xticks()) == 5
@@ -125,7 +128,7 @@ def test_entropy_and_norms_is_readable(summary: DepthSummary) -> None:
     assert below.lines[1].get_ydata().tolist() == summary.output_norm.tolist()
 
 
-@pytest.mark.parametrize("size", ["8 sublayers", "48 sublayers", "48 sublayers, full"])
+@pytest.mark.parametrize("size", ["8 sublayers", "48 sublayers", "48 sublayers, full", "8 sublayers, window"])
 def test_source_ablation_is_readable_and_stands_beside_the_depth_map(size: str) -> None:
     num_sublayers, config = SIZES[size]
     summary = summarise(make_record(num_sublayers, **config))

@@ -26,6 +26,7 @@ def page(tmp_path: Path) -> str:
         render_tokens(record, summary, ["<script>alert('x')</script>", " $title", "\n"]),
         [Picture(path, "Entropy <and> norms", 'a "chart"', "caption & more")],
         title="<b>run</b>",
+        config=record.plan.config,
         facts={"width": "64", "a<b": "c&d"},
         footer="made by hand",
     )
@@ -86,6 +87,7 @@ def test_a_text_that_is_not_shown_to_its_end_says_so() -> None:
     record = make_record(4, num_blocks=2, batch=1, tokens=4)
     summary = summarise(record)
     view = render_tokens(record, summary, list("abcd"))
-    shown = render_page(summary, view._replace(num_shown=2), [], title="t", facts={}, footer="")
+    plain = {"title": "t", "config": record.plan.config, "facts": {}, "footer": ""}
+    shown = render_page(summary, view._replace(num_shown=2), [], **plain)
     assert "The first 2 of 4 tokens." in shown
-    assert "The first" not in render_page(summary, view, [], title="t", facts={}, footer="")
+    assert "The first" not in render_page(summary, view, [], **plain)

@@ -10,25 +10,21 @@ import torch
 from records import HandMadeRecord, make_record
 
 from attention_residuals.analysis.summary import summarise
+from attention_residuals.config import AttnResConfig
+from attention_residuals.plan import DepthPlan
 
 
 def two_blocks_of_two() -> HandMadeRecord:
     """Four sublayers, two tokens; the second read's tokens choose opposite sources."""
     halves = torch.tensor([0.5, 0.5])[:, None, None].expand(2, 1, 2)
     return HandMadeRecord(
+        plan=DepthPlan(4, AttnResConfig(sublayers_per_block=2)),
         weights=[
             torch.ones(1, 1, 2),
             torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]),
             halves,
             torch.tensor([0.25, 0.25, 0.5])[:, None, None].expand(3, 1, 2),
             torch.full((3, 1, 2), 1 / 3),
-        ],
-        source_names=[
-            ("embedding",),
-            ("embedding", "partial"),
-            ("embedding", "block 1"),
-            ("embedding", "block 1", "partial"),
-            ("embedding", "block 1", "block 2"),
         ],
         read_names=["layer 0 delta net", "layer 0 mlp", "layer 1 delta net", "layer 1 mlp", "final"],
         input_norms=[torch.tensor([[1.0, 3.0]])] * 5,
@@ -106,11 +102,27 @@ def test_an_empty_record_is_refused() -> None:
         summarise(record)
 
 
-def test_sources_that_do_not_grow_from_the_same_list_are_refused() -> None:
+def test_weights_of_another_plan_are_refused() -> None:
     record = make_record(4, num_blocks=2)
-    record.source_names[2] = ("embedding", "block 7")
-    with pytest.raises(ValueError, match="read 2 sees the sources"):
+    record.weights[2] = record.weights[2][:1]
+    with pytest.raises(ValueError, match=r"read 2 must have one row of weights for each of its 2 .* got 1"):
         summarise(record)
-    record.source_names[2] = ("embedding",)
-    with pytest.raises(ValueError, match="2 rows of weights but 1 source names"):
-        summarise(record)
+
+
+def test_sources_outside_a_window_are_absent_and_do_not_count() -> None:
+    record = two_blocks_of_two()
+    record.plan = DepthPlan(4, AttnResConfig(sublayers_per_block=2, window=1))
+    uneven = torch.tensor([0.25, 0.75])[:, None, None].expand(2, 1, 2)
+    record.weights[3:] = [uneven, uneven]
+    summary = summarise(record)
+    nan = math.nan
+    expected = [[1, nan, nan], [0.5, 0.5, nan], [0.5, 0.5, nan], [0.25, nan, 0.75], [0.25, nan, 0.75]]
+    np.testing.assert_allclose(summary.depth_map, expected, rtol=1e-6)
+    assert summary.source_names == ("embedding", "block 1", "block 2")
+    assert np.argwhere(summary.is_partial).tolist() == [[1, 1], [3, 2]]
+    assert summary.num_sources.tolist() == [1, 2, 2, 2, 2]
+    entropy = -0.25 * math.log(0.25) - 0.75 * math.log(0.75)
+    np.testing.assert_allclose(summary.normalised_entropy[3:], entropy / math.log(2), rtol=1e-6)
+    np.testing.assert_allclose(summary.locality[3:], 0.75, rtol=1e-6)
+    assert summary.top_source(3) == ("block 2 so far", 0.75)
+    assert summary.top_source(4) == ("block 2", 0.75)

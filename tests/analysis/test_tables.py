@@ -39,6 +39,13 @@ def test_partial_sums_are_named_as_their_block_so_far() -> None:
     assert [name for read, name in named if read == 4] == ["embedding", "block 1", "block 2"]
 
 
+def test_under_a_window_sources_keep_their_columns_number() -> None:
+    table = weight_table(make_record(6, mode="full", window=2, tokens=1, batch=1))
+    at = table["read"] == 5
+    assert table["source"][at].tolist() == [0, 4, 5]
+    assert table["source_name"][at].tolist() == ["embedding", "sublayer 4", "sublayer 5"]
+
+
 def test_measures_and_tokens() -> None:
     record = make_record(4, num_blocks=2, tokens=3, batch=2)
     tokens = [["a", "b", "c"], ["d", "e", "f"]]

@@ -74,6 +74,34 @@ def test_markup_and_data_cannot_be_broken_by_what_tokens_or_names_say(record) ->
         read(markup)
 
 
+def test_sources_outside_a_window_are_empty_places() -> None:
+    record = make_record(6, mode="full", window=2, tokens=5, batch=2)
+    summary = summarise(record)
+    view = token_view.render_tokens(record, summary, TOKENS)
+    data = json.loads(view.data)
+    assert data["sources"][5] == ["embedding", "sublayer 4", "sublayer 5"]
+    levels = numbers(data["weights"], "<u2") * data["step"] + data["low"]
+    expected = torch.cat([weights[:, 0].flatten() for weights in record.weights]).numpy()
+    np.testing.assert_allclose(levels, expected, atol=1e-5)
+    body = view.map_table.split("<tbody>")[1]
+    rows = [read(f"{row}</tr>").tags for row in body.split("</tr>")[:-1]]
+    cells = [attributes for tag, attributes in rows[5] if tag == "td"]
+    assert [cell.get("data-source") for cell in cells] == ["0", None, None, None, "1", "2"]
+    for column in (0, 4, 5):
+        mean = summary.depth_map[5, column]
+        assert float(cells[column]["data-mean"]) == pytest.approx(mean, abs=1e-4)
+
+
+def test_weights_outside_0_to_1_are_kept(record) -> None:
+    record.weights[3] = record.weights[3] * 3 - 1
+    view = token_view.render_tokens(record, summarise(record), TOKENS)
+    data = json.loads(view.data)
+    levels = numbers(data["weights"], "<u2") * data["step"] + data["low"]
+    expected = torch.cat([weights[:, 0].flatten() for weights in record.weights]).numpy()
+    assert expected.min() < 0 and expected.max() > 1
+    np.testing.assert_allclose(levels, expected, atol=5e-5)
+
+
 def test_long_texts_are_shown_from_their_start(record, monkeypatch: pytest.MonkeyPatch) -> None:
     summary = summarise(record)
     monkeypatch.setattr(token_view, "MOST_WEIGHTS", 3 * int(summary.num_sources.sum()) + 1)

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from attention_residuals.analysis.record import backbone_with_reads, read_names
+from attention_residuals.analysis.source_columns import column_names, source_columns
 from attention_residuals.analysis.tables import Table
 from attention_residuals.analysis.token_measures import Floats
 from attention_residuals.models.attach import reads_in_order
 from attention_residuals.models.mixins import family_of
+from attention_residuals.read import DepthRead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +60,14 @@ def without_source(model: Any, read: int, source: int) -> Iterator[None]:
     """Inside this context, read number `read` of `model` runs without its source number `source`.
 
     Every read then runs over all its sources at once, whatever the `read_schedule`. Recorded depth weights of
-    the source are 0.
+    the source are 0. Of a variant, the source's own learned score goes with it; without the newest source,
+    the next newest has the recency bias and asks the query.
 
     Args:
         model: one of our models, with or without a head.
         read: from 0 to L; L is the final read.
-        source: from 0, the embedding, to the read's number of sources - 1.
+        source: its column in the depth map: 0 the embedding, k block k, finished or so far. Under a window
+            only columns in it.
 
     Raises:
         TypeError: the model has no reads.
@@ -74,23 +78,24 @@ def without_source(model: Any, read: int, source: int) -> Iterator[None]:
     plan = backbone.depth_plan
     if not 0 <= read < plan.num_reads:
         raise IndexError(f"read must be from 0 to {plan.num_reads - 1} (the final read), got {read}")
-    num_sources = plan.num_sources(read)
-    if not 0 <= source < num_sources:
-        raise IndexError(f"source must be from 0 to {num_sources - 1} at read {read}, got {source}")
+    columns = source_columns(plan, read)
+    if source not in columns:
+        raise IndexError(f"source must be {_choices(columns)} at read {read}, got {source}")
     module = reads_in_order(backbone, family_of(backbone.config))[read]
-    if module is None or num_sources == 1:
+    if module is None or len(columns) == 1:
         raise IndexError(f"read {read} has one source only, and can't do without it; take a later read")
+    place = columns.index(source)
 
     def leave_out(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         sources, *others = args
-        return ((*sources[:source], *sources[source + 1 :]), *others), kwargs
+        return ((*sources[:place], *sources[place + 1 :]), *others), kwargs
 
     def put_back_weight(_: Any, __: Any, output: Any) -> Any:
         if isinstance(output, Tensor):
             return output
         mixture, weights = output
         zero = torch.zeros_like(weights[:1])
-        return mixture, torch.cat([weights[:source], zero, weights[source:]])
+        return mixture, torch.cat([weights[:place], zero, weights[place:]])
 
     groups, backbone.read_groups = backbone.read_groups, ()  # no first phase over the source that is left out
     hooks = [
@@ -98,7 +103,8 @@ def without_source(model: Any, read: int, source: int) -> Iterator[None]:
         module.register_forward_hook(put_back_weight),
     ]
     try:
-        yield
+        with _without_what_is_its_own(module, place, len(columns)):
+            yield
     finally:
         backbone.read_groups = groups
         for hook in hooks:
@@ -139,7 +145,7 @@ def ablate_sources(
     def loss() -> float:
         return float(model(input_ids=input_ids, labels=targets, **inputs).loss)
 
-    columns = plan.source_names(plan.num_reads - 1)
+    columns = column_names(plan)
     loss_change = np.full((plan.num_reads, len(columns)), np.nan)
     with _eval_mode(model):
         start = loss()
@@ -149,11 +155,31 @@ def ablate_sources(
                 "labels that are not all -100"
             )
         for read in range(plan.num_reads) if reads is None else reads:
-            choices = plan.num_sources(read)
-            for source in range(choices if choices > 1 else 0):
+            choices = source_columns(plan, read)
+            for source in choices if len(choices) > 1 else ():
                 with without_source(model, read, source):
                     loss_change[read, source] = loss() - start
-    return SourceAblation(tuple(read_names(backbone)), tuple(columns), start, loss_change)
+    return SourceAblation(tuple(read_names(backbone)), columns, start, loss_change)
+
+
+def _choices(columns: tuple[int, ...]) -> str:
+    """Columns in words: the embedding's, then those of a window without a gap."""
+    first, last = columns[min(1, len(columns) - 1)], columns[-1]
+    return f"from 0 to {last}" if first <= 1 else f"0 or from {first} to {last}, which the read sees,"
+
+
+@contextmanager
+def _without_what_is_its_own(module: DepthRead, place: int, num_sources: int) -> Iterator[None]:
+    """Take from a read what it keeps of one source: a learned score, and that the last one is partial."""
+    scores, has_partial = module.source_scores, module.has_partial
+    if scores is not None:  # in the dictionary, since a slice of a parameter is none
+        module._parameters["source_scores"] = torch.cat([scores[:place], scores[place + 1 :]])  # type: ignore[assignment]
+    module.has_partial = has_partial and place < num_sources - 1
+    try:
+        yield
+    finally:
+        module._parameters["source_scores"] = scores
+        module.has_partial = has_partial
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""From a model folder to a model with its tokenizer, and from text to token ids; faults are UserErrors."""
+"""From a model folder or a sharded checkpoint to a model with its tokenizer, and from text to token ids.
+
+Faults are UserErrors.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ def load_model(folder: Path, *, device: str = "auto", dtype: str = "auto") -> Lo
     """Load a folder that save_pretrained or `attnres train` wrote; nothing is downloaded.
 
     Args:
+        folder: a model folder, or a sharded checkpoint in its run's folder.
         device: a torch device such as "cpu" or "cuda:1"; "auto" takes CUDA, then MPS, then the CPU.
         dtype: one of DTYPES; "auto" keeps the checkpoint's.
 
@@ -33,12 +37,16 @@ def load_model(folder: Path, *, device: str = "auto", dtype: str = "auto") -> Lo
         UserError: the folder, its configuration, weights or tokenizer is missing, damaged or of another
             model, or the device or dtype is not to be had.
     """
-    _check_folder(folder)
+    sharded = (folder / ".metadata").is_file()  # as `is_sharded` has it, whose module imports torch
+    home = _run_of(folder) if sharded else folder
+    _check_folder(home)
+    if not sharded:
+        _check_weights(folder)
     target = choose_device(device)
     if dtype not in DTYPES:
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    tokenizer = _load_tokenizer(folder)
-    model = _load_weights(folder, dtype)
+    tokenizer = _load_tokenizer(home)
+    model = _load_shards(folder, home, dtype) if sharded else _load_weights(folder, dtype)
     return LoadedModel(model.to(target).eval(), tokenizer)
 
 
@@ -91,6 +99,17 @@ def token_texts(loaded: LoadedModel, input_ids: torch.Tensor) -> list[str]:
     return [str(loaded.tokenizer.decode([token])) for token in input_ids[0].tolist()]
 
 
+def _run_of(checkpoint: Path) -> Path:
+    """The run of a sharded checkpoint, which keeps configuration and tokenizer once."""
+    run = checkpoint.resolve().parent.parent
+    if not (run / "config.json").is_file():
+        raise UserError(
+            f"a sharded checkpoint must lie in checkpoints/ of its run, which holds config.json, but {run} "
+            f"holds none; move {checkpoint} back"
+        )
+    return run
+
+
 def _check_folder(folder: Path) -> None:
     if not folder.exists():
         raise UserError(
@@ -99,17 +118,27 @@ def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise UserError(f"{folder} is a file; give the folder that holds config.json and the weights")
     if not (folder / "config.json").is_file():
-        saved = sorted(folder.glob("**/checkpoint-*/config.json"), key=lambda path: path.stat().st_mtime)
-        hint = f"; the newest checkpoint in it is {saved[-1].parent}" if saved else ""
-        raise UserError(f"{folder} holds no config.json, so it is not a model folder{hint}")
+        raise UserError(f"{folder} holds no config.json, so it is not a model folder{_newest_in(folder)}")
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{folder / 'config.json'} cannot be read as JSON: {_first_line(error)}") from error
     if not isinstance(config, dict) or "model_type" not in config:
         raise UserError(f"{folder / 'config.json'} names no model_type, so it is not a model's configuration")
+
+
+def _check_weights(folder: Path) -> None:
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
-        raise UserError(f"{folder} holds no weights (model.safetensors); save the model there again")
+        remedy = _newest_in(folder) or "; save the model there again"
+        raise UserError(f"{folder} holds no weights (model.safetensors){remedy}")
+
+
+def _newest_in(folder: Path) -> str:
+    """What to add to an error where a run was given in place of a checkpoint of it; empty if it has none."""
+    kinds = ("config.json", ".metadata")  # of the Trainer's checkpoints and of sharded ones
+    saved = [path for kind in kinds for path in folder.glob(f"**/checkpoint-*/{kind}")]
+    newest = max(saved, key=lambda path: path.stat().st_mtime, default=None)
+    return "" if newest is None else f"; the newest checkpoint in it is {newest.parent}"
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -145,6 +174,21 @@ def _load_weights(folder: Path, dtype: str) -> Any:
         raise UserError(f"{folder} cannot be loaded as a language model: {_first_line(error)}") from error
     _check_complete(folder, report)
     return model
+
+
+def _load_shards(checkpoint: Path, run: Path, dtype: str) -> Any:
+    import torch
+    from transformers import AutoConfig
+
+    import attention_residuals  # noqa: F401  registers our models with the Auto classes
+    from attention_residuals.analysis.load_shards import load_shards
+
+    try:
+        config = AutoConfig.from_pretrained(run, local_files_only=True)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{run} has no usable configuration: {_first_line(error)}") from error
+    model = load_shards(checkpoint, config)
+    return model if dtype == "auto" else model.to(getattr(torch, dtype))
 
 
 def _check_complete(folder: Path, report: dict[str, Any]) -> None:

@@ -60,7 +60,8 @@ def depth_over_training(
     """Run every complete checkpoint of a run, and the model it ended with, over one text.
 
     Args:
-        run: folder of `attnres train`; it keeps as many checkpoints as `--keep-checkpoints` says.
+        run: folder of `attnres train`; it keeps as many checkpoints as `--keep-checkpoints` says. They may
+            be sharded, and each is then loaded as a whole.
         text: read up to `max_tokens` tokens.
         device, dtype: as in `load_model`.
 

@@ -44,7 +44,7 @@ HISTORY_CAPTION = (
     "locality at one half; what moves away from there has learned to choose."
 )
 # those that say which function a read is; others are shown where they differ from the paper's read
-SHOWN_SETTINGS = ("mode", "num_blocks", "sublayers_per_block", "read_scale")
+SHOWN_SETTINGS = ("mode", "num_blocks", "sublayers_per_block", "read_scale", "window")
 TRAINING_CAPTION = "Loss against the step; the numbers in the legend are the last ones of the run."
 
 
@@ -103,15 +103,10 @@ def report_on(
         tables: whether to write the numbers of every token as Parquet too.
 
     Raises:
-        UserError: the model keeps the standard residual stream, or its reads have a window; metrics or folder
-            cannot be used; pyarrow is missing.
+        UserError: the model keeps the standard residual stream; metrics or folder cannot be used; pyarrow is
+            missing.
     """
     record = record_forward(model, input_ids)
-    if (window := record.plan.config.window) is not None:
-        raise UserError(
-            f"the depth map needs reads that see every earlier source, got a model with window={window}; use "
-            "record_depth_weights(model) and its to_table()"
-        )
     summary = summarise(record)
     curve = None if training_metrics is None else read_training_curve(training_metrics)
     ablation = _ablation(model, input_ids) if ablate else None
@@ -125,7 +120,8 @@ def report_on(
             render_tokens(record, summary, tokens),
             pictures,
             title=f"Attention over depth in {name}",
-            facts=_facts(model, summary),
+            config=record.plan.config,
+            facts=_facts(model, record.plan.config, summary),
             footer=f"Written by attention_residuals {version('attention_residuals')}.",
         )
         path = _write_text(page, out_dir / "report.html")
@@ -195,9 +191,8 @@ def _write_tables(
     return tuple(write_parquet(table, out_dir / f"{name}.parquet") for name, table in found.items())
 
 
-def _facts(model: PreTrainedModel, summary: DepthSummary) -> dict[str, str]:
+def _facts(model: PreTrainedModel, settings: AttnResConfig, summary: DepthSummary) -> dict[str, str]:
     config = model.config.get_text_config()
-    settings = AttnResConfig.from_dict(config.attn_res)
     shown = {name: getattr(settings, name) for name in SHOWN_SETTINGS} | settings.changed_fields()
     return {
         "architecture": str(model.config.model_type),

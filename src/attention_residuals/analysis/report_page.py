@@ -13,12 +13,24 @@ from string import Template
 
 from attention_residuals.analysis.summary import DepthSummary
 from attention_residuals.analysis.token_view import TokenView, measure_options
+from attention_residuals.config import AttnResConfig
 
 MAP_CAPTION = (
     "Each row of the map is a read, which mixes the sources in its columns into the input of one "
     "sublayer; a row adds up to 1. Before training every row is uniform. A coloured first column means "
     "that the embedding is kept deep into the model, a coloured diagonal that sublayers listen to their "
     "neighbours, and a coloured cell far from both is a skip."
+)
+WINDOW_CAPTION = (
+    "A read sees the embedding and the last {window} of its other sources; an empty place is a source "
+    "outside this window."
+)
+HEADS_CAPTION = (
+    "Every read has {heads} heads with depth weights of their own. Shown is the mean over heads; entropy, "
+    "effective sources and locality are those of this mean."
+)
+ACTIVATION_CAPTION = (
+    "With activation={activation} a row need not add up to 1, so entropy and effective sources say little."
 )
 
 READS_COLUMNS = (
@@ -52,6 +64,7 @@ def render_page(
     pictures: Sequence[Picture],
     *,
     title: str,
+    config: AttnResConfig,
     facts: Mapping[str, str],
     footer: str,
 ) -> str:
@@ -64,7 +77,7 @@ def render_page(
     return template.substitute(
         title=escape(title),
         facts="\n".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in facts.items()),
-        map_caption=escape(MAP_CAPTION),
+        map_caption=escape(map_caption(config)),
         measures=measure_options(),
         tokens=view.text,
         tokens_note=note,
@@ -76,18 +89,36 @@ def render_page(
     )
 
 
+def map_caption(config: AttnResConfig) -> str:
+    """How to read the depth map of such a model."""
+    sentences = [MAP_CAPTION]
+    if config.window is not None:
+        sentences.append(WINDOW_CAPTION.format(window=config.window))
+    if config.heads > 1:
+        sentences.append(HEADS_CAPTION.format(heads=config.heads))
+    if config.activation != "softmax":
+        sentences.append(ACTIVATION_CAPTION.format(activation=config.activation))
+    return " ".join(sentences)
+
+
 def _figure(picture: Picture) -> str:
-    png = picture.path.read_bytes()
+    return (
+        f"<section>\n<h2>{escape(picture.heading)}</h2>\n<figure>\n"
+        f"{framed(picture.path, picture.heading, picture.alt)}\n"
+        f"<figcaption>{escape(picture.caption)}</figcaption>\n</figure>\n</section>"
+    )
+
+
+def framed(path: Path, name: str, alt: str) -> str:
+    """A PNG file inside a page, in a frame of that name which the keyboard reaches."""
+    png = path.read_bytes()
     width = int.from_bytes(png[16:20], "big")  # from the PNG header
     # no smaller than this, since labels could not be read then: the picture scrolls in its frame instead
     least = 3 * width // 4
     data = base64.b64encode(png).decode("ascii")
     return (
-        f"<section>\n<h2>{escape(picture.heading)}</h2>\n<figure>\n"
-        f'<div class="picture" tabindex="0" role="region" aria-label="{escape(picture.heading)}">'
-        f'<img style="min-width: {least}px" src="data:image/png;base64,{data}" '
-        f'alt="{escape(picture.alt)}"></div>\n'
-        f"<figcaption>{escape(picture.caption)}</figcaption>\n</figure>\n</section>"
+        f'<div class="picture" tabindex="0" role="region" aria-label="{escape(name)}">'
+        f'<img style="min-width: {least}px" src="data:image/png;base64,{data}" alt="{escape(alt)}"></div>'
     )
 
 

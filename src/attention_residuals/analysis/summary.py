@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from attention_residuals.analysis.tables import PARTIAL
+from attention_residuals.analysis.source_columns import column_names, source_columns
 from attention_residuals.analysis.token_measures import Floats, entropy, locality
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ class DepthSummary:
 
     Column c of the depth map is source c: the embedding first, then the blocks (in full mode the sublayers)
     in order. The partial sum of the open block k stands in the column of block k, which it is so far, and
-    `is_partial` marks it; this makes the map lower triangular.
+    `is_partial` marks it; this makes the map lower triangular. Under a window it is a band beside the first
+    column, and N is the number of sources in the window, the embedding counted.
 
     Attributes:
         read_names: R names.
@@ -39,7 +40,8 @@ class DepthSummary:
         entropy: [R] mean entropy of the depth weights, in nats: 0 for one source, log N when uniform.
         normalised_entropy: [R] entropy / log N, from 0 to 1; NaN for a read with one source.
         effective_sources: [R] mean of exp(entropy): how many sources a token really mixes, from 1 to N.
-        locality: [R] how near the weighed sources are, from 0 (embedding) to 1 (newest); NaN for one source.
+        locality: [R] how near the weighed sources are, from 0 (embedding) to 1 (newest) in even steps over
+            the read's own N; NaN for one source.
         input_norm: [R] mean L2 norm of the mixture h that the read makes.
         output_norm: [L] mean L2 norm of the sublayer's output.
     """
@@ -78,19 +80,23 @@ def summarise(record: DepthRecord) -> DepthSummary:
     """Sum up a record over its tokens.
 
     Raises:
-        ValueError: the record is empty, or its reads do not see growing lists of the same sources.
+        ValueError: the record is empty, or a read has more or fewer weights than its plan has sources.
     """
     if not record.weights or record.weights[-1].numel() == 0:
         raise ValueError("the record holds no tokens; run the model inside record_depth_weights first")
-    source_names = tuple(record.source_names[-1])
+    source_names = column_names(record.plan)
     depth_map = np.full((len(record.weights), len(source_names)), np.nan)
     is_partial = np.zeros(depth_map.shape, dtype=np.bool_)
     entropies, localities = [], []
-    for read, (weights, names) in enumerate(zip(record.weights, record.source_names, strict=True)):
-        weights_NP = _per_token(weights)
-        _check_sources(read, names, source_names, len(weights_NP))
-        depth_map[read, : len(names)] = weights_NP.mean(axis=1)
-        is_partial[read, len(names) - 1] = names[-1] == PARTIAL
+    for read, weights in enumerate(record.weights):
+        weights_NP, columns = _per_token(weights), source_columns(record.plan, read)
+        if len(weights_NP) != len(columns):
+            raise ValueError(
+                f"read {read} must have one row of weights for each of its {len(columns)} sources, got "
+                f"{len(weights_NP)}; record the model that the plan is of"
+            )
+        depth_map[read, columns] = weights_NP.mean(axis=1)
+        is_partial[read, columns[-1]] = record.plan.has_partial(read)
         entropies.append(entropy(weights_NP))
         localities.append(locality(weights_NP).mean())
     mean_entropy = np.array([values.mean() for values in entropies])
@@ -117,13 +123,3 @@ def _per_token(weights: torch.Tensor) -> Floats:
 
 def _mean(norm: torch.Tensor) -> float:
     return float(norm.detach().double().mean())
-
-
-def _check_sources(read: int, names: tuple[str, ...], columns: tuple[str, ...], num_weights: int) -> None:
-    if len(names) != num_weights:
-        raise ValueError(f"read {read} has {num_weights} rows of weights but {len(names)} source names")
-    finished = names[:-1] if names[-1] == PARTIAL else names
-    if tuple(finished) != columns[: len(finished)] or len(names) > len(columns):
-        raise ValueError(
-            f"read {read} sees the sources {tuple(names)}, which do not begin the final read's {columns}"
-        )

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attention_residuals.analysis import token_measures
+from attention_residuals.analysis.source_columns import shown_source_names, source_columns
 from attention_residuals.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,17 +19,9 @@ if TYPE_CHECKING:
 
 Table = dict[str, npt.NDArray[Any]]
 
-PARTIAL = "partial"
-
 
 class MissingPyarrow(UserError, ImportError):
     """pyarrow is an optional dependency, and only Parquet needs it."""
-
-
-def shown_source_names(record: DepthRecord, read: int) -> list[str]:
-    """The names of a read's sources; the partial sum of the open block 2 is called "block 2 so far"."""
-    names, columns = record.source_names[read], record.source_names[-1]
-    return [f"{columns[i]} so far" if name == PARTIAL else name for i, name in enumerate(names)]
 
 
 def weight_table(record: DepthRecord, tokens: Sequence[Sequence[Any]] | None = None) -> Table:
@@ -38,8 +31,9 @@ def weight_table(record: DepthRecord, tokens: Sequence[Sequence[Any]] | None = N
         tokens: B rows of T token ids or strings, which become the column `token`.
 
     Returns:
-        `read`, `read_name`, `source`, `source_name`, `row` (of the batch), `position` (of the token, from 0),
-        `token` if given, `weight` (float32).
+        `read`, `read_name`, `source` (its column in the depth map: 0 the embedding, k block k),
+        `source_name`, `row` (of the batch), `position` (of the token, from 0), `token` if given, `weight`
+        (float32).
 
     Raises:
         ValueError: the record is empty, or `tokens` are not [B, T].
@@ -53,8 +47,8 @@ def weight_table(record: DepthRecord, tokens: Sequence[Sequence[Any]] | None = N
             {
                 "read": np.full(weights.size, read, np.int32),
                 "read_name": np.full(weights.size, record.read_names[read]),
-                "source": np.repeat(np.arange(num_sources, dtype=np.int32), weights[0].size),
-                "source_name": np.repeat(shown_source_names(record, read), weights[0].size),
+                "source": np.repeat(np.array(source_columns(record.plan, read), np.int32), weights[0].size),
+                "source_name": np.repeat(shown_source_names(record.plan, read), weights[0].size),
                 **{name: np.tile(column, num_sources) for name, column in place.items()},
                 "weight": weights.reshape(-1),
             }

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from attention_residuals.analysis.source_columns import shown_source_names, source_columns
 from attention_residuals.analysis.summary import DepthSummary
-from attention_residuals.analysis.tables import measure_table, shown_source_names
+from attention_residuals.analysis.tables import measure_table
 
 if TYPE_CHECKING:
     from attention_residuals.analysis.record import DepthRecord
@@ -77,18 +78,24 @@ def _token(index: int, text: str) -> str:
 
 
 def _map_table(record: DepthRecord, summary: DepthSummary) -> str:
-    has_numbers = int(summary.num_sources.sum()) <= MOST_NUMBERS
-    last = len(summary.read_names) - 1
-    first_reached = (last, int(np.argmax(summary.depth_map[last])))  # by Tab; arrow keys move on from there
+    columns = [source_columns(record.plan, read) for read in range(len(summary.read_names))]
+    has_numbers = sum(seen[-1] + 1 for seen in columns) <= MOST_NUMBERS
+    last = len(columns) - 1
+    first_reached = (
+        last,
+        int(np.nanargmax(summary.depth_map[last])),
+    )  # by Tab; arrow keys move on from there
     rows = []
     for read, name in enumerate(summary.read_names):
-        cells = []
-        for column, source in enumerate(shown_source_names(record, read)):
+        cells: list[str] = []
+        sources = shown_source_names(record.plan, read)
+        for place, (column, source) in enumerate(zip(columns[read], sources, strict=True)):
             weight = summary.depth_map[read, column]
+            cells += ["<td></td>"] * (column - len(cells))  # outside the window
             marked = "cell partial" if summary.is_partial[read, column] else "cell"
             cells.append(
                 f'<td class="{marked}" tabindex="{-(first_reached != (read, column))}" data-read="{read}" '
-                f'data-source="{column}" data-mean="{weight:.4f}" style="--heat:{math.sqrt(weight):.3f}" '
+                f'data-source="{place}" data-mean="{weight:.4f}" style="--heat:{_heat(weight):.3f}" '
                 f'aria-label="{escape(name)} on {escape(source)}: {weight:.3f}">'
                 f"{f'{weight:.2f}' if has_numbers else ''}</td>"
             )
@@ -104,21 +111,31 @@ def _map_table(record: DepthRecord, summary: DepthSummary) -> str:
 
 
 def _data(record: DepthRecord, summary: DepthSummary, num_shown: int) -> str:
-    weights = [weights[:, 0, :num_shown].flatten().numpy() for weights in record.weights]
-    levels = np.rint(np.concatenate(weights) * WEIGHT_LEVELS).astype("<u2")
+    weights = np.concatenate([weights[:, 0, :num_shown].flatten().numpy() for weights in record.weights])
+    # with activation="linear" weights may lie outside 0 to 1
+    low, top = min(0.0, float(weights.min())), max(1.0, float(weights.max()))
+    step = (top - low) / WEIGHT_LEVELS
+    levels = np.rint((weights - low) / step).astype("<u2")
     table = measure_table(record)
     shape = (len(summary.read_names), *record.weights[0].shape[1:])
     data: dict[str, Any] = {
         "reads": summary.read_names,
-        "sources": [shown_source_names(record, read) for read in range(len(summary.read_names))],
+        "sources": [shown_source_names(record.plan, read) for read in range(len(summary.read_names))],
         "tokens": num_shown,
         "weights": _base64(levels),
+        "low": low,
+        "step": step,
         "measures": {
             key: _base64(table[key].reshape(shape)[:, 0, :num_shown].astype("<f4")) for key in MEASURES
         },
     }
     # inside a script element only "</" could end it early
     return json.dumps(data).replace("</", "<\\/")
+
+
+def _heat(weight: float) -> float:
+    """How strongly a cell is coloured."""
+    return math.sqrt(min(max(weight, 0.0), 1.0))
 
 
 def _base64(numbers: np.ndarray) -> str:

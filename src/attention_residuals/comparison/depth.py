@@ -39,7 +39,7 @@ class DepthMeasures:
             residual stream in standard mode.
         output_norm: [L] mean L2 norm per token of what the sublayer writes.
         gradient_norm: [layers] L2 norm of the loss's gradient over a layer's weights, reads left out.
-        summary: the depth weights; None in standard mode and for reads with a window.
+        summary: the depth weights; None in standard mode.
     """
 
     sublayer_names: tuple[str, ...]
@@ -82,8 +82,7 @@ def measure_depth(folder: Path, input_ids: Tensor) -> DepthMeasures:
     else:
         with record_depth_weights(model) as record:
             model(input_ids=input_ids, labels=input_ids).loss.backward()
-        # reads with a window have no map, since they don't begin with the same sources
-        summary = None if record.plan.config.window is not None else summarise(record)
+        summary = summarise(record)
         inputs, outputs = _means(record.input_norms)[:-1], _means(record.output_norms)
     return DepthMeasures(
         sublayer_names=tuple(read_names(backbone)[:-1]),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
 
+from attention_residuals.analysis.report_page import framed
 from attention_residuals.comparison.results import ArmResult, Mean, RateResult, RunRecord
 from attention_residuals.comparison.scaling import ScalingResult
 
@@ -21,23 +21,49 @@ PAGE = Template("""<!DOCTYPE html>
   content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <title>$title</title>
 <style>
-:root { color-scheme: light dark; }
-body { max-width: 76rem; margin: 0 auto; padding: .5rem 1rem; font: 1rem/1.55 system-ui, sans-serif; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.3rem; margin-top: 2.5rem; } h3 { font-size: 1.05rem; }
-p, figcaption { max-width: 46rem; } figure { margin: 1rem 0; }
-.scroll { overflow-x: auto; }
-img { max-width: 100%; height: auto; background: white; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .8rem; border-bottom: 1px solid #8884; text-align: right; white-space: nowrap; }
-th:first-child { text-align: left; }
+:root { color-scheme: light dark; --ink: #1f2933; --soft: #52606d; --page: #ffffff; --card: #f5f7fa;
+  --line: #cbd2d9; --mark: #0b57d0; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e4e7eb; --soft: #9aa5b1; --page: #14181d; --card: #1f252c; --line: #3e4c59;
+    --mark: #ffb84d; }
+}
+* { box-sizing: border-box; }
+body { max-width: 80rem; margin: 0 auto; padding: .5rem 1rem; background: var(--page); color: var(--ink);
+  font: 1rem/1.55 system-ui, sans-serif; }
+h1 { font-size: 1.6rem; } h2 { font-size: 1.3rem; margin-top: 2.5rem; }
+h3 { font-size: 1.05rem; margin: 2rem 0 .5rem; }
+h1, h2, h3, p { overflow-wrap: anywhere; }
+p, figcaption { max-width: 46rem; }
+figure { margin: 1rem 0; }
+figcaption { margin-top: .5rem; }
+figcaption, caption, footer { color: var(--soft); }
+.picture { overflow-x: auto; background: #fff; border: 1px solid var(--line); border-radius: .4rem; }
+.picture img { display: block; margin: 0 auto; max-width: 100%; height: auto; }
+.scroll { overflow-x: auto; width: fit-content; max-width: 100%; border: 1px solid var(--line);
+  border-radius: .4rem; margin: 1rem 0; }
+.scroll:focus-visible, .picture:focus-visible { outline: 3px solid var(--mark); outline-offset: 1px; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
+caption { text-align: left; padding: .5rem .6rem; }
+th, td { padding: .25rem .6rem; border-top: 1px solid var(--line); text-align: right; white-space: nowrap; }
+thead th { background: var(--card); vertical-align: bottom; white-space: normal; }
+tbody th { font-weight: 500; }
+th:first-child { text-align: left; position: sticky; left: 0; background: var(--page); }
+thead th:first-child { background: var(--card); }
+th.text, td.text { text-align: left; }
+td.text { white-space: normal; min-width: 10rem; }
+@media (max-width: 40rem) { tbody th { white-space: normal; overflow-wrap: anywhere; max-width: 8rem; } }
 </style>
 </head>
 <body>
+<header>
 <h1>$title</h1>
 $notes
+</header>
+<main>
 $sections
 <h2>Runs</h2>
 $runs
+</main>
 <footer><p>$footer</p></footer>
 </body>
 </html>
@@ -50,7 +76,7 @@ LOSS_COLUMNS = (
     "standard error",
     "seeds",
     "minus first arm",
-    "standard error",
+    "its standard error",
     "pairs",
     "tokens/s",
     "seconds of steps",
@@ -87,7 +113,7 @@ def render_page(
         title=escape(title),
         notes="\n".join(f"<p>{escape(note)}</p>" for note in notes),
         sections="\n".join(sections),
-        runs=_table(RUN_COLUMNS, [_run_row(record) for record in records]),
+        runs=_table("Every run", RUN_COLUMNS, [_run_row(record) for record in records]),
         footer=escape(footer),
     )
 
@@ -116,7 +142,7 @@ def loss_table(results: Sequence[ArmResult]) -> str:
                 number(math.nan if result.parameters is None else result.parameters, ",.0f"),
             )
         )
-    return f"<p>{escape(LOSS_CAPTION)}</p>\n{_table(LOSS_COLUMNS, rows)}"
+    return f"<p>{escape(LOSS_CAPTION)}</p>\n{_table('Final losses', LOSS_COLUMNS, rows)}"
 
 
 def difference_table(results: Sequence[ArmResult]) -> str:
@@ -126,7 +152,8 @@ def difference_table(results: Sequence[ArmResult]) -> str:
     ]
     seeds = list(dict.fromkeys(seed for _, by_seed in compared for seed in by_seed))
     rows = [(arm, *(number(by_seed.get(seed), "+.4f") for seed in seeds)) for arm, by_seed in compared]
-    return _table(("minus first arm", *(f"seed {seed}" for seed in seeds)), rows)
+    columns = ("arm", *(f"seed {seed}" for seed in seeds))
+    return _table("Validation loss minus the first arm's, seed by seed", columns, rows)
 
 
 def sweep_table(results: Sequence[ArmResult]) -> str:
@@ -142,7 +169,8 @@ def sweep_table(results: Sequence[ArmResult]) -> str:
         for result in results
         for rate in result.rates
     ]
-    return _table(("arm", "learning rate", "validation loss", "standard error", "seeds"), rows)
+    columns = ("arm", "learning rate", "validation loss", "standard error", "seeds")
+    return _table("Validation loss at every learning rate", columns, rows)
 
 
 def scaling_table(results: Sequence[ScalingResult]) -> str:
@@ -163,15 +191,14 @@ def scaling_table(results: Sequence[ScalingResult]) -> str:
         )
     sizes = [f"{point.size} ({point.compute:.2g})" for point in results[0].points]
     columns = ("arm", *sizes, "A", "b", "compute multiplier", "95% interval")
-    return f"<p>{escape(SCALING_CAPTION)}</p>\n{_table(columns, rows)}"
+    table = _table("Mean validation loss at each size, and the power law through it", columns, rows)
+    return f"<p>{escape(SCALING_CAPTION)}</p>\n{table}"
 
 
 def picture(path: Path, title: str, caption: str) -> str:
     """A PNG file inside the page."""
-    data = base64.b64encode(path.read_bytes()).decode("ascii")
     return (
-        f"<figure>\n<h3>{escape(title)}</h3>\n"
-        f'<img src="data:image/png;base64,{data}" alt="{escape(title)}">\n'
+        f"<h3>{escape(title)}</h3>\n<figure>\n{framed(path, title, title)}\n"
         f"<figcaption>{escape(caption)}</figcaption>\n</figure>"
     )
 
@@ -205,15 +232,23 @@ def _run_row(record: RunRecord) -> tuple[str, ...]:
     )
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
+def _table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f'<th scope="col"{_kind(name)}>{escape(name)}</th>' for name in columns)
     body = "\n".join(
         f'<tr><th scope="row">{escape(first)}</th>'
-        + "".join(f"<td>{escape(cell)}</td>" for cell in rest)
+        + "".join(
+            f"<td{_kind(column)}>{escape(cell)}</td>" for column, cell in zip(columns[1:], rest, strict=True)
+        )
         + "</tr>"
         for first, *rest in rows
     )
     return (
-        f'<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table>\n'
+        f"<caption>{escape(caption)}</caption>\n<thead><tr>{head}</tr></thead>\n"
         f"<tbody>\n{body}\n</tbody>\n</table></div>"
     )
+
+
+def _kind(column: str) -> str:
+    """The class of a column's cells: a reason may take several lines."""
+    return ' class="text"' if column == "state" else ""
