@@ -20,6 +20,7 @@ from attention_residuals.pipeline import Pipeline, stage
 from attention_residuals.pipeline.block_cache import BlockCache
 
 INTERLEAVED = Case(schedule="interleaved_1f1b", layers=(1, 2, 1, 2), microbatches=4)
+ZBV = dataclasses.replace(INTERLEAVED, schedule="zbv_zero_bubble", cache=False)
 
 
 def make_pipeline(case: Case, world: int = 2, **kwargs: Any) -> tuple[Pipeline, Any]:
@@ -47,20 +48,21 @@ def zero_grad(pipeline: Pipeline, whole: Any) -> None:
 
 
 def eval_then_train_then_eval(rank: int) -> None:
-    pipeline, whole = make_pipeline(INTERLEAVED)
-    batch = make_batch(INTERLEAVED)
-    for _ in range(2):
-        loss, logits = pipeline.eval(**batch), pipeline.eval(batch["input_ids"])
-        with torch.no_grad():
-            expected = whole(**batch)
-        torch.testing.assert_close(loss, expected.loss, rtol=1e-13, atol=0)
-        if rank == 1:
-            torch.testing.assert_close(logits, expected.logits, rtol=1e-12, atol=1e-13)
-        else:
-            assert logits is None
-        assert pipeline.kept_blocks == 0
-        assert_step_is_exact(pipeline, whole, INTERLEAVED)
-        zero_grad(pipeline, whole)
+    for case in (INTERLEAVED, ZBV, dataclasses.replace(ZBV, schedule="dual_pipe_v")):
+        pipeline, whole = make_pipeline(case)
+        batch = make_batch(case)
+        for _ in range(2):
+            loss, logits = pipeline.eval(**batch), pipeline.eval(batch["input_ids"])
+            with torch.no_grad():
+                expected = whole(**batch)
+            torch.testing.assert_close(loss, expected.loss, rtol=1e-13, atol=0)
+            if rank == pipeline.plan.rank_of(3):
+                torch.testing.assert_close(logits, expected.logits, rtol=1e-12, atol=1e-13)
+            else:
+                assert logits is None
+            assert pipeline.kept_blocks == 0
+            assert_step_is_exact(pipeline, whole, case)
+            zero_grad(pipeline, whole)
 
 
 def nothing_of_a_step_stays(rank: int) -> None:

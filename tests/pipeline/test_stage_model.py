@@ -146,6 +146,15 @@ def test_zero_bubble_with_cache_is_refused(schedule):
         check_schedule(schedule, plan, 4)
 
 
+def test_microbatches_of_a_v():
+    plan = plan_stages(make_model(Case()), 2, virtual_stages=2, cache=False, placement="v")
+    check_schedule("zbv_zero_bubble", plan, 1)
+    with pytest.raises(
+        ValueError, match="dual_pipe_v needs at least as many microbatches as stages, got 3 and 4"
+    ):
+        check_schedule("dual_pipe_v", plan, 3)
+
+
 @pytest.mark.parametrize(
     ("schedule", "virtual", "microbatches", "message"),
     [

@@ -64,6 +64,16 @@ def test_partial_sum_crosses_only_open_blocks():
     assert [plan.hop_tensors(stage) for stage in range(3)] == [0, 2, 3]
 
 
+def test_layer_ranges():
+    plan = plan_of((1, 4, 2, 3), 2, sublayers_per_block=4)
+    assert [plan.layer_range(stage) for stage in range(4)] == [
+        range(0, 1),
+        range(1, 5),
+        range(5, 7),
+        range(7, 10),
+    ]
+
+
 def test_even_split():
     assert even_split(7, 3) == (3, 2, 2)
     with pytest.raises(ValueError, match="fewer"):

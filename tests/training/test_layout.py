@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_parallel_runs import settings_of
 from tiny_run import quiet, tiny_settings
 
 import attention_residuals as ar
@@ -58,7 +57,7 @@ def test_the_number_of_processes_comes_from_torchrun(monkeypatch: pytest.MonkeyP
             "--fsdp shares weights among .*start more processes",
         ),
         ({"processes": 2, "fsdp": True, "tensor_parallel": 2}, "--tensor-parallel 2 leave one"),
-        ({"processes": 4, "fsdp": True, "pipeline": 2}, "for every microbatch of --pipeline"),
+        ({"processes": 2, "fsdp": True, "pipeline": 2}, "--pipeline 2, --data-parallel 1 --fsdp leave one"),
         ({"processes": 4, "microbatches": 2}, "--microbatches belongs to --pipeline"),
         ({"processes": 4, "pipeline_schedule": "gpipe"}, "--pipeline-schedule belongs to --pipeline"),
         ({"processes": 4, "tensor_parallel": 0}, "--tensor-parallel must be at least 1, got 0"),
@@ -107,17 +106,14 @@ def test_plans_that_cut_something_else_than_projections() -> None:
     assert "layers.*.self_attn.q_proj" in projection_styles(config_class("qwen3_5_text")())
 
 
-def test_schedules_that_cannot_evaluate(tmp_path: Path) -> None:
-    layout = Layout(processes=2, pipeline=2, virtual_stages=2, pipeline_schedule="zbv_zero_bubble")
-    with pytest.raises(UserError, match="zbv_zero_bubble can't run forward alone, so it can't evaluate"):
-        check_layout(layout, prepare(settings_of(tmp_path, "run"), quiet()))
-
-
 def test_schedules_and_stages_that_do_not_go_together(tmp_path: Path) -> None:
     prepared = prepare(tiny_settings(tmp_path), quiet())
     layout = Layout(processes=2, pipeline=2, pipeline_schedule="backwards")
     with pytest.raises(UserError, match="--pipeline 2: schedule must be one of gpipe"):
         check_layout(layout, prepared)
+    v = {"processes": 2, "pipeline": 2, "pipeline_schedule": "dual_pipe_v"}
+    with pytest.raises(UserError, match="dual_pipe_v runs two stages per rank, got 1; take 2 virtual stages"):
+        check_layout(Layout(**v), prepared)
     with pytest.raises(UserError, match="1f1b needs at least as many microbatches as stages, got 1 and 2"):
         check_layout(Layout(processes=2, pipeline=2, microbatches=1), prepared)
 

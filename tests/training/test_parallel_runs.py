@@ -118,6 +118,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases = [
         ("sharded", {"fsdp": True, "tensor_parallel": 2}, {}),
         ("moved", {"fsdp": True}, {}),
+        ("sharded_stages", {"pipeline": 2, "virtual_stages": 2, "fsdp": True}, {}),
         ("plain", {}, {}),
     ]
     run_ranks(train_cases, 4, folder, folder, cases)
@@ -135,6 +136,12 @@ def test_pipeline_and_data_parallel(folder: Path) -> None:
 
 def test_fully_sharded_and_tensor_parallel(folder: Path) -> None:
     assert_same_run(folder / "sharded", folder / "alone")
+
+
+def test_pipeline_and_fully_sharded(folder: Path) -> None:
+    assert_same_run(folder / "sharded_stages", folder / "alone")
+    layout = json.loads((folder / "sharded_stages" / "run.json").read_text())["layout"]
+    assert (layout["pipeline"], layout["data_parallel"], layout["fsdp"]) == (2, 2, True)
 
 
 def test_plain_data_parallel_is_the_trainer(folder: Path) -> None:
@@ -159,6 +166,17 @@ MORE_LAYOUTS: list[Case] = [
     ("interleaved", {"pipeline": 2, "virtual_stages": 2}, {}),
     ("gpipe", {"pipeline": 2, "microbatches": 1, "pipeline_schedule": "gpipe"}, {}),
     ("zero_bubble", {"pipeline": 2, "virtual_stages": 2, "pipeline_schedule": "interleaved_zero_bubble"}, {}),
+    (
+        "v",
+        {
+            "pipeline": 2,
+            "tensor_parallel": 2,
+            "virtual_stages": 2,
+            "microbatches": 4,
+            "pipeline_schedule": "zbv_zero_bubble",
+        },
+        {},
+    ),
     ("untied", {"pipeline": 2}, {"shape": {"tie_word_embeddings": False}}),
     ("untied_fsdp", {"fsdp": True, "tensor_parallel": 2}, {"shape": {"tie_word_embeddings": False}}),
     ("muon", {"pipeline": 2}, {"optimizer": "muon", "shape": {"tie_word_embeddings": False}}),
@@ -177,6 +195,10 @@ MORE_LAYOUTS: list[Case] = [
     ("strongly_clipped", {"fsdp": True, "tensor_parallel": 2}, {"max_grad_norm": 0.01}),
     ("bfloat16_fsdp", {"fsdp": True, "tensor_parallel": 2}, {"bf16": True}),
     ("bfloat16_stages", {"pipeline": 2}, {"bf16": True}),
+    ("bfloat16_both", {"pipeline": 2, "fsdp": True}, {"bf16": True}),
+    ("accumulated_both", {"pipeline": 2, "fsdp": True}, {"gradient_accumulation": 2}),
+    ("reads_both", {"pipeline": 2, "fsdp": True}, {"train_only": "reads"}),
+    ("strongly_clipped_both", {"pipeline": 2, "fsdp": True}, {"max_grad_norm": 0.01}),
     ("variant", {"pipeline": 2, "tensor_parallel": 2}, {"variant": {"activation": "sigmoid"}}),
 ]
 
@@ -205,10 +227,20 @@ def test_every_other_layout(tmp_path: Path) -> None:
     assert not failed, "\n\n".join(failed)
 
 
+@pytest.mark.slow
+def test_resumed_from_sharded_stages(folder: Path, tmp_path: Path) -> None:
+    layouts = {"cut": {"fsdp": True, "tensor_parallel": 2}, "again": {"fsdp": True, "pipeline": 2}}
+    for name in layouts:
+        copy_until(folder / "sharded_stages", tmp_path / name, 4)
+    run_ranks(train_cases, 4, tmp_path, tmp_path, [(name, layout, {}) for name, layout in layouts.items()])
+    for name in layouts:
+        assert_same_run(tmp_path / name, folder / "alone")
+
+
 def test_resumed_by_one_process(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_float64(monkeypatch)
     monkeypatch.setattr(run, "_report", lambda *args: None)
-    for name in ("pipeline", "sharded"):
+    for name in ("pipeline", "sharded", "sharded_stages"):
         copy_until(folder / name, tmp_path / name, 4)
         assert run.resume(str(tmp_path / name), console=quiet()).step == 6
         assert_same_run(tmp_path / name, folder / "alone")

@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from attention_residuals.pipeline.block_cache import BlockCache
 from attention_residuals.pipeline.stage import DepthStage
-from attention_residuals.pipeline.stage_model import backbone_with_reads, split_model
+from attention_residuals.pipeline.stage_model import backbone_with_reads, running_part, split_model
 from attention_residuals.pipeline.stage_plan import StagePlan
 from attention_residuals.pipeline.tied_head import TiedHead
 
@@ -204,6 +204,18 @@ class Pipeline:
         return norm
 
     @property
+    def parts(self) -> list[nn.Module]:
+        """What runs of each of `models`: the backbone, on the last stage with its head.
+
+        For FSDP2, `fully_shard` their layers and then them before the first step, with
+        reshard_after_forward=False.
+        """
+        stages = self.plan.stages_of(self.rank)
+        return [
+            running_part(model, self.plan, stage) for stage, model in zip(stages, self.models, strict=True)
+        ]
+
+    @property
     def sent_bytes(self) -> dict[int, tuple[int, int]]:
         """Bytes that this rank handed to the transport in the latest step, per stage: forward, backward.
 
@@ -258,16 +270,16 @@ class Pipeline:
         width = backbone_with_reads(self.models[0]).config.hidden_size
         self._stages = [
             DepthStage(
-                model,
+                part,
                 self.plan,
                 stage,
                 self._cache,
                 width=width,
-                dtype=_stream_dtype(model),
+                dtype=_stream_dtype(part),
                 device=self.device,
                 group=self.group,
             )
-            for stage, model in zip(self.plan.stages_of(self.rank), self.models, strict=True)
+            for stage, part in zip(self.plan.stages_of(self.rank), self.parts, strict=True)
         ]
         stages: Any = self._stages[0] if self.schedule in ONE_STAGE_PER_RANK else self._stages
         self._schedule = SCHEDULES[self.schedule](
@@ -333,15 +345,20 @@ def check_schedule(schedule: str, plan: StagePlan, num_microbatches: int) -> Non
     if (plan.placement == "v") != (schedule in PLACED_AS_V):
         need = "v" if schedule in PLACED_AS_V else "loop"
         raise ValueError(f"{schedule} needs placement={need!r}, got {plan.placement!r}")
+    if schedule in PLACED_AS_V and plan.virtual_stages != 2:
+        raise ValueError(
+            f"{schedule} runs two stages per rank, got {plan.virtual_stages}; take 2 virtual stages"
+        )
     if schedule in ONE_STAGE_PER_RANK and plan.virtual_stages > 1:
         raise ValueError(
             f"{schedule} runs one stage per rank, got {plan.virtual_stages}; take interleaved_1f1b or "
             "looped_bfs"
         )
-    if schedule == "1f1b" and num_microbatches < plan.num_stages:
+    if schedule in ("1f1b", "dual_pipe_v") and num_microbatches < plan.num_stages:
+        other = "gpipe or interleaved_1f1b" if schedule == "1f1b" else "or zbv_zero_bubble"
         raise ValueError(
-            f"1f1b needs at least as many microbatches as stages, got {num_microbatches} and "
-            f"{plan.num_stages}; take more microbatches, gpipe or interleaved_1f1b"
+            f"{schedule} needs at least as many microbatches as stages, got {num_microbatches} and "
+            f"{plan.num_stages}; take more microbatches, {other}"
         )
 
 

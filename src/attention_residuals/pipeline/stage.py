@@ -26,7 +26,8 @@ class DepthStage(PipelineStage):
     """One stage on one rank.
 
     Args:
-        model: the stage's model, from `split_model`.
+        model: what runs of the stage's model (`running_part`). Under FSDP2 its gradients are reduced after
+            the last microbatch.
         plan: the plan it was split by.
         stage: which stage it is.
         cache: the rank's kept blocks; all its stages share one.
@@ -126,6 +127,14 @@ class DepthStage(PipelineStage):
             }
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """Gradients for the stage before, on the same rank; torch asks in an evaluation too, for none."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self._make_buffers(self.args_recv_info[fwd_chunk_id], fwd_chunk_id)
         return super().get_fwd_recv_ops(fwd_chunk_id)
@@ -144,6 +153,9 @@ class DepthStage(PipelineStage):
         ops = super().get_bwd_send_ops(bwd_chunk_id)
         self.sent_backward += sum(op.tensor.nbytes for op in ops)
         return ops
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Nothing to clean up, since no forward finds shapes; torch's would drop sharded gradients."""
 
     def _make_buffers(self, infos: tuple[Any, ...], microbatch: int) -> None:
         shape = (*self.microbatches[microbatch]["input_ids"].shape, self.like.shape[-1])

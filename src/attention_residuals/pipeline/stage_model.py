@@ -136,17 +136,22 @@ def run_stage(
         The stream after the stage; of the last stage the loss, or without labels the logits
         [B, T, vocabulary].
     """
-    last = stage == plan.num_stages - 1
-    run: Any = model if last else backbone_with_reads(model)
+    run: Any = running_part(model, plan, stage)
     with handover(stream, plan.layer_range(stage).start) as current:
         outputs = run(**inputs, use_cache=False, return_dict=True)
-    if last:
+    if stage == plan.num_stages - 1:
         result: Tensor = outputs.logits if inputs.get("labels") is None else outputs.loss
         return result
     if plan.depth.config.mode == "standard":
         return ResidualStream((), outputs.last_hidden_state)
     assert current.stream is not None  # at least one layer has run
     return current.stream
+
+
+def running_part(model: nn.Module, plan: StagePlan, stage: int) -> nn.Module:
+    """What of a stage's model runs: the backbone, and on the last stage the head around it."""
+    backbone: nn.Module = backbone_with_reads(model)
+    return model if stage == plan.num_stages - 1 else backbone
 
 
 def backbone_with_reads(model: nn.Module) -> Any:

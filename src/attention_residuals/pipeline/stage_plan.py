@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from functools import cached_property
 
 from attention_residuals.plan import DepthPlan
 
@@ -89,8 +90,11 @@ class StagePlan:
 
     def layer_range(self, stage: int) -> range:
         """The decoder layers of a stage."""
-        bounds = (0, *itertools.accumulate(self.layers))
-        return range(bounds[stage], bounds[stage + 1])
+        return range(self._layer_bounds[stage], self._layer_bounds[stage + 1])
+
+    @cached_property
+    def _layer_bounds(self) -> tuple[int, ...]:
+        return (0, *itertools.accumulate(self.layers))
 
     def blocks_after(self, stage: int) -> int:
         """Block sums that exist once the stage has run, the embedding counted; none in standard mode."""

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 class TiedHead:
     """Keeps the two copies of a tied weight one weight.
 
-    Both begin with the first rank's values, and each step leaves the sum of both gradients on either.
+    Both begin with the first rank's values, and each step leaves the sum of both gradients on either. Where
+    FSDP2 shards them, the ranks hold, and exchange, the same rows.
 
     Args:
         module: the embedding on the first rank, the head on the last; it may get another `weight` later.
@@ -54,9 +56,10 @@ class TiedHead:
 
     def _exchange(self, own: Tensor) -> Tensor:
         theirs = torch.empty_like(own, memory_format=torch.contiguous_format)
+        sent, received = (t.to_local() if isinstance(t, DTensor) else t for t in (own, theirs))
         ops: list[Any] = [
-            dist.P2POp(dist.isend, own.contiguous(), self.peer, self.group),
-            dist.P2POp(dist.irecv, theirs, self.peer, self.group),
+            dist.P2POp(dist.isend, sent.contiguous(), self.peer, self.group),
+            dist.P2POp(dist.irecv, received, self.peer, self.group),
         ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()

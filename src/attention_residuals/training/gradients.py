@@ -22,11 +22,15 @@ def complete_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Replace each gradient by its mean over `group`, in place; every rank has the same parameters."""
+    """Replace each gradient by its mean over `group`, in place; every rank has the same parameters.
+
+    Those that the group's ranks share are FSDP2's, which has averaged them.
+    """
     ranks = group.size()
     if ranks == 1:
         return
-    for bucket in _buckets([local(p.grad) for p in parameters if p.grad is not None]):
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    for bucket in _buckets([local(g) for g in gradients if not _shared_by(group, g)]):
         flat = torch.cat([gradient.flatten() for gradient in bucket])
         dist.all_reduce(flat, group=group)
         flat /= ranks
@@ -87,6 +91,12 @@ def _sharded_over(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
     return tuple(
         mesh.get_group(axis) for axis, kind in enumerate(gradient.placements) if not kind.is_replicate()
     )
+
+
+def _shared_by(group: dist.ProcessGroup, gradient: Tensor) -> bool:
+    """Whether each rank of `group` holds other elements of the gradient."""
+    ranks = dist.get_process_group_ranks(group)
+    return any(dist.get_process_group_ranks(sharing) == ranks for sharing in _sharded_over(gradient))
 
 
 def local(tensor: Tensor) -> Tensor:

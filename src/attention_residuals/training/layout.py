@@ -22,8 +22,8 @@ class Layout:
     Args:
         processes: how many there are, P D T.
         data_parallel: D; None for the processes that the other two leave.
-        fsdp: whether the D ranks share weights, gradients and optimizer states layer by layer; else each
-            keeps all.
+        fsdp: whether the D ranks share weights, gradients and optimizer states layer by layer, in a pipeline
+            those of each stage; else each keeps all.
         tensor_parallel: T.
         pipeline: P.
         virtual_stages: pipeline stages per rank; None for one.
@@ -64,11 +64,6 @@ class Layout:
             for name in PIPELINE_OPTIONS:
                 option = "--" + name.replace("_", "-")
                 require(getattr(self, name) is None, f"{option} belongs to --pipeline; give both or neither")
-        require(
-            not (self.fsdp and self.pipeline > 1),
-            "--fsdp would gather a layer's weights for every microbatch of --pipeline; give one of the two, "
-            "with --tensor-parallel where the model is still too large",
-        )
         require(
             not self.fsdp or self.data_ranks > 1,
             f"--fsdp shares weights among data-parallel ranks, but {self.describe()} leave one; start more "

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from attention_residuals.training.gradients import average_gradients, complete_gradients, gradient_norm
 from attention_residuals.training.layout import Layout
 from attention_residuals.training.optimizer import ParameterGroup
-from attention_residuals.training.sharding import shard_layers, shard_projections
+from attention_residuals.training.sharding import free_whole_weights, shard_layers, shard_projections
 
 Batch = Mapping[str, Tensor]
 
@@ -129,8 +129,7 @@ class WholeModel(ModelShare):
             total = total + loss.detach()
         parameters = list(self.parameters().values())
         complete_gradients(parameters)
-        if not self.layout.fsdp:
-            average_gradients(parameters, self.mesh.get_group("data"))
+        average_gradients(parameters, self.mesh.get_group("data"))
         return total
 
     @torch.no_grad()
@@ -141,8 +140,7 @@ class WholeModel(ModelShare):
             with self.autocast():
                 return self._loss(batch)
         finally:
-            if self.layout.fsdp:
-                model.reshard()  # without a backward the root keeps whole weights in place of its parameters
+            free_whole_weights(model)
             model.train()
 
     def _loss(self, batch: Batch) -> Tensor:

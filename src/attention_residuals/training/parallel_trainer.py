@@ -15,9 +15,7 @@ from transformers import TrainerControl, TrainerState
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
-from attention_residuals.errors import UserError
 from attention_residuals.models.auto import causal_lm_class
-from attention_residuals.pipeline.pipeline import PLACED_AS_V
 from attention_residuals.training.checkpoints import step_of
 from attention_residuals.training.data import RunOrder, TokenBlocks
 from attention_residuals.training.gradients import clip_gradients
@@ -62,11 +60,6 @@ def check_layout(layout: Layout, prepared: Prepared) -> None:
     layout.check_batch(prepared.schedule.batch_size)
     if layout.tensor_parallel > 1:
         projection_styles(prepared.config)
-    if layout.schedule_name in PLACED_AS_V and prepared.data.validation is not None:
-        raise UserError(
-            f"--pipeline-schedule {layout.schedule_name} can't run forward alone, so it can't evaluate; give "
-            "--validation-fraction 0, or another schedule"
-        )
     if layout.pipeline > 1:
         with torch.device("meta"):
             stages_of_layout(causal_lm_class(prepared.config)(prepared.config), layout)

@@ -279,9 +279,6 @@ def _report(prepared: Prepared, folder: RunFolder, console: Console) -> Path | N
         return None
     if prepared.config.attn_res["mode"] == "standard":
         return None
-    if prepared.config.attn_res["window"] is not None:
-        console.print("no report, because reads with a window have no depth map", highlight=False)
-        return None
     from attention_residuals.analysis.report import write_report
 
     rows = prepared.data.validation or prepared.data.train

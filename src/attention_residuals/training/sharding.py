@@ -7,13 +7,14 @@ among tensor-parallel ranks: what reaches them is equal on all of these, so thei
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -93,7 +94,35 @@ def shard_layers(model: Any, mesh: DeviceMesh) -> None:
     Args:
         mesh: the data-parallel ranks, one axis.
     """
-    layers: nn.ModuleList = family_of(model.config).layers_of(model.base_model)
-    for layer in layers:
+    for layer in _layers(model):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+
+
+def shard_stages(parts: Sequence[Any], mesh: DeviceMesh) -> None:
+    """`shard_layers` of a rank's pipeline stages, whose weights stay whole from microbatch to microbatch.
+
+    A tied weight of which both the embedding and the head are on this rank, in different stages, stays whole.
+
+    Args:
+        parts: what runs of each stage (`Pipeline.parts`).
+        mesh: the data-parallel ranks, one axis.
+    """
+    uses = Counter(parameter for part in parts for parameter in part.parameters())
+    whole = {parameter for parameter, count in uses.items() if count > 1}
+    for part in parts:
+        for module in (*_layers(part), part):
+            if any(True for _ in module.parameters()):  # a layer of another stage has none
+                fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=whole)
+
+
+def free_whole_weights(model: nn.Module) -> None:
+    """Drop whatever weights a forward without a backward has left whole in place of its shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _layers(model: Any) -> nn.ModuleList:
+    layers: nn.ModuleList = family_of(model.config).layers_of(model.base_model)
+    return layers

@@ -15,7 +15,7 @@ from attention_residuals.pipeline.pipeline import PLACED_AS_V, ZERO_BUBBLE, chec
 from attention_residuals.training.gradients import average_gradients, complete_gradients
 from attention_residuals.training.layout import Layout
 from attention_residuals.training.model_share import Batch, ModelShare, first_names
-from attention_residuals.training.sharding import shard_projections
+from attention_residuals.training.sharding import free_whole_weights, shard_projections, shard_stages
 
 
 def stages_of_layout(model: nn.Module, layout: Layout) -> StagePlan:
@@ -40,7 +40,7 @@ def stages_of_layout(model: nn.Module, layout: Layout) -> StagePlan:
 
 
 class StagedModel(ModelShare):
-    """Some layers on every rank, as `Pipeline` runs them; projections may be cut as well.
+    """Some layers on every rank, as `Pipeline` runs them; projections cut, sharded by FSDP2, or both.
 
     Args:
         model: the whole model, on the CPU; this rank's layers are taken from it, and the others emptied.
@@ -56,12 +56,6 @@ class StagedModel(ModelShare):
             device=mesh.device_type,
         )
         super().__init__(self.pipeline.models, first_names(model), layout, mesh, bf16=bf16)
-        held = {id(parameter) for parameter in self.pipeline.parameters()}
-        for parameter in model.parameters():
-            if (
-                id(parameter) not in held
-            ):  # whoever still has the whole model shouldn't keep others' weights alive
-                parameter.data = parameter.new_empty(0)
         for stage in self.modules:
             if layout.tensor_parallel > 1:
                 shard_projections(stage, mesh["tensor"])
@@ -69,6 +63,12 @@ class StagedModel(ModelShare):
                 # around the forward alone, since the schedule runs backwards as well
                 for module in (stage, stage.base_model):
                     module.forward = self.autocast()(module.forward)
+        if layout.fsdp:
+            shard_stages(self.pipeline.parts, mesh["data"])
+        held = set(self.pipeline.parameters())
+        for parameter in model.parameters():
+            if parameter not in held:  # whoever still has the whole model shouldn't keep weights alive
+                parameter.data = parameter.new_empty(0)
 
     def add_gradients(self, batches: Sequence[Batch]) -> Tensor:
         labels = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
@@ -85,6 +85,8 @@ class StagedModel(ModelShare):
         try:
             loss = self.pipeline.eval(**batch)
         finally:
+            for stage in self.modules:
+                free_whole_weights(stage)
             self.pipeline.train()
         assert loss is not None, "an evaluation with labels gives a loss"
         return loss
