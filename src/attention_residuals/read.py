@@ -16,6 +16,12 @@ from attention_residuals.depth_attention.dispatch import (
     norm_scale,
     refuse_kernels,
 )
+from attention_residuals.depth_attention.recorded import (
+    ReadRecord,
+    depth_attention_recorded,
+    norm_mixture,
+    row_norms,
+)
 from attention_residuals.depth_attention.two_phase import SharedRead, merge_own_sources
 from attention_residuals.depth_attention.variants import depth_attention_variant
 from attention_residuals.variant import ReadVariant
@@ -96,6 +102,7 @@ class DepthRead(nn.Module):
         return_weights: Literal[False] = ...,
         shared: SharedRead | None = ...,
         dtype: torch.dtype | None = ...,
+        record: ReadRecord | None = ...,
     ) -> Tensor: ...
 
     @overload
@@ -109,6 +116,7 @@ class DepthRead(nn.Module):
         return_weights: Literal[True],
         shared: SharedRead | None = ...,
         dtype: torch.dtype | None = ...,
+        record: ReadRecord | None = ...,
     ) -> tuple[Tensor, Tensor]: ...
 
     def forward(
@@ -120,17 +128,22 @@ class DepthRead(nn.Module):
         return_weights: bool = False,
         shared: SharedRead | None = None,
         dtype: torch.dtype | None = None,
+        record: ReadRecord | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Mix N sources [..., D] into [..., D]; with `norm_weight` [D] the result is normalised too.
 
         That norm's scale is `norm_offset` + `norm_weight`, as in `depth_attention`.
 
         With `shared`, what `attend_to_shared` found for this read, `sources` are the read's other sources
-        (there may be none) and `dtype` is that of the sources.
+        (there may be none) and `dtype` is that of the sources. A `record` receives the mixture's norms.
 
         Returns the mixture, or (mixture, depth weights [N, ...]) with `return_weights`; of several heads,
         the mean.
         """
+        if record is not None:
+            norm = (norm_weight, norm_eps, norm_offset)
+            recorded = self._record(record, sources, norm, shared, dtype)
+            return recorded if return_weights else recorded[0]
         if self.beyond_kernels is not None:
             if shared is not None:
                 raise ValueError(f"two phases compute the paper's read only, not {self.beyond_kernels}")
@@ -163,6 +176,35 @@ class DepthRead(nn.Module):
             return_weights=return_weights,  # type: ignore[call-overload]
             backend=self.backend,
         )
+
+    def _record(
+        self,
+        record: ReadRecord,
+        sources: Sequence[Tensor],
+        norm: tuple[Tensor | None, float, float],
+        shared: SharedRead | None,
+        dtype: torch.dtype | None,
+    ) -> tuple[Tensor, Tensor]:
+        norm_weight, norm_eps, norm_offset = norm
+        if shared is None and self.beyond_kernels is None:
+            output, weights, record.norms = depth_attention_recorded(
+                sources,
+                self.query,
+                self.key_weight,
+                norm_weight,
+                eps=self.eps,
+                norm_eps=norm_eps,
+                norm_offset=norm_offset,
+                read_scale=self.read_scale,
+                backend=self.backend,
+                memory=record.memory,
+            )
+            return output, weights
+        mixture, weights = DepthRead.forward(self, sources, return_weights=True, shared=shared, dtype=dtype)
+        record.norms = row_norms(mixture)
+        if norm_weight is None:
+            return mixture, weights
+        return norm_mixture(mixture, norm_weight, norm_eps, norm_offset, self.backend), weights
 
     def _read_variant(
         self, sources: Sequence[Tensor], norm_weight: Tensor | None, norm_eps: float

@@ -7,6 +7,7 @@ import torch
 from tiny_reads import choosing_model, token_ids
 
 import attention_residuals as ar
+from attention_residuals.pipeline import plan_stages, split_model
 
 SETTINGS = (
     ("Llama", {"mode": "full"}),
@@ -73,9 +74,10 @@ def test_output_norms_are_those_of_what_the_sublayers_add() -> None:
         torch.testing.assert_close(norm, output.norm(dim=-1).float(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_looking_changes_no_logit_and_leaves_nothing_behind(dtype: torch.dtype) -> None:
-    model, ids = choosing_model().to(dtype), token_ids()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("family", "attn_res"), [SETTINGS[0], SETTINGS[2]])
+def test_looking_changes_no_logit_and_leaves_nothing_behind(family, attn_res, dtype) -> None:
+    model, ids = choosing_model(family, **attn_res).to(dtype), token_ids()
     with torch.no_grad():
         expected = model(ids).logits
     logits = []
@@ -85,6 +87,21 @@ def test_looking_changes_no_logit_and_leaves_nothing_behind(dtype: torch.dtype) 
     with torch.no_grad():
         assert torch.equal(model(ids).logits, expected)
     assert len(record.forwards) == 1 and not record.forwards[0].mixtures
+
+
+def test_what_is_recorded_of_a_forward_lies_in_one_piece_of_memory() -> None:
+    model, ids = choosing_model().float(), token_ids()
+    (trace,) = recorded(model, lambda: model(ids)).forwards
+    # the first read has nothing to weigh
+    tensors = [*trace.weights[1:], *trace.input_norms[1:], *trace.output_norms]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+    assert_same(recorded(model, lambda: model(ids)), with_gradients(model, ids))
+
+
+def with_gradients(model, ids) -> ar.DepthRecord:
+    with ar.record_depth_weights(model) as record:
+        model(ids)
+    return record
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -97,3 +114,11 @@ def test_a_training_step_with_checkpointing_is_recorded(use_reentrant: bool) -> 
         model(ids, labels=ids).loss.backward()
     assert_same(record, expected)
     assert len(record.forwards) == 1 and not record.weights[-1].requires_grad
+
+
+def test_a_pipeline_stage_is_refused() -> None:
+    model = choosing_model()
+    plan = plan_stages(model, 2)
+    for stage in (*split_model(model, plan, 0), *split_model(model, plan, 1)):
+        with pytest.raises(ValueError, match="got a pipeline stage with"), ar.record_depth_weights(stage):
+            pass

@@ -15,6 +15,7 @@ from attention_residuals.errors import UserError
 from attention_residuals.models.mixins import AttnResBackbone, family_of
 from attention_residuals.models.model_pass import DepthTrace
 from attention_residuals.plan import DepthPlan
+from attention_residuals.read import DepthRead
 
 
 class DepthRecord:
@@ -133,15 +134,21 @@ def backbone_with_reads(model: Any) -> Any:
 
     Raises:
         TypeError: the model has no depth plan.
-        ValueError: the model is in standard mode and has no reads.
+        ValueError: the model is in standard mode and has no reads, or is a pipeline stage.
     """
-    backbone = next((m for m in model.modules() if isinstance(m, AttnResBackbone)), model)
+    backbone: Any = next((m for m in model.modules() if isinstance(m, AttnResBackbone)), model)
     plan = getattr(backbone, "depth_plan", None)
     if plan is None:
         raise TypeError(f"{type(model).__name__} has no attention residuals; nothing to record")
     if plan.config.mode == "standard":
         raise ValueError(
             "the model is in mode='standard' and has no reads; train or convert it with another mode"
+        )
+    held, whole = sum(isinstance(m, DepthRead) for m in backbone.modules()), plan.num_reads - 1
+    if held != whole:  # the first read, of the embedding alone, is no module
+        raise ValueError(
+            f"the model must have all its {whole} reads to look at them, got a pipeline stage with {held}; "
+            "load the whole model from the run's folder or a checkpoint"
         )
     return backbone
 

@@ -19,8 +19,8 @@ from attention_residuals.analysis.load_model import load_model
 from attention_residuals.analysis.record import read_names, record_depth_weights
 from attention_residuals.analysis.summary import DepthSummary, summarise
 from attention_residuals.analysis.token_measures import Floats
+from attention_residuals.depth_attention.recorded import row_norms
 from attention_residuals.models.mixins import AttnResBackbone, family_of
-from attention_residuals.models.model_pass import row_norms
 from attention_residuals.read import DepthRead
 from attention_residuals.training.prepare import prepare
 from attention_residuals.training.run_folder import RunFolder

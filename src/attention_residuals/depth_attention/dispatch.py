@@ -139,25 +139,33 @@ def depth_attention(
     """
     if read_scale not in ("mean", "sum"):
         raise ValueError(f"read_scale must be 'mean' or 'sum', got {read_scale!r}")
-    if not return_weights and backend in ("auto", "cpu") and _is_plain_inference():
+    if not return_weights and backend in ("auto", "cpu") and is_plain_inference():
         h = read_plain_tensors(
             sources, query, key_weight, norm_weight, eps, scale, norm_eps, norm_offset, read_scale
         )
         if h is not None:
             return h
+    listed = checked(sources, query, key_weight, norm_weight)
+    norm_weight = norm_scale(norm_weight, norm_offset)
+    run = choose(backend, listed, return_weights)
+    gain = float(len(listed)) if read_scale == "sum" else 1.0
+    h, weights = run(
+        listed, query, key_weight, norm_weight, eps=eps, scale=scale, norm_eps=norm_eps, gain=gain
+    )
+    return (h, weights) if return_weights else h
+
+
+def checked(
+    sources: Sequence[Tensor] | Tensor, query: Tensor, key_weight: Tensor | None, norm_weight: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The sources as a tuple, once they, the query and the weights are known to fit each other."""
     listed = check_sources(sources)
     for name, vector in (("query", query), ("key_weight", key_weight), ("norm_weight", norm_weight)):
         if vector is not None:
             check_vector(name, vector, listed[0])
     if query is None:
         raise TypeError("query must be a tensor [D], got None")
-    norm_weight = norm_scale(norm_weight, norm_offset)
-    run = _choose(backend, listed, return_weights)
-    gain = float(len(listed)) if read_scale == "sum" else 1.0
-    h, weights = run(
-        listed, query, key_weight, norm_weight, eps=eps, scale=scale, norm_eps=norm_eps, gain=gain
-    )
-    return (h, weights) if return_weights else h
+    return listed
 
 
 def norm_scale(norm_weight: Tensor | None, norm_offset: float) -> Tensor | None:
@@ -167,12 +175,12 @@ def norm_scale(norm_weight: Tensor | None, norm_offset: float) -> Tensor | None:
     return norm_offset + norm_weight.to(torch.promote_types(norm_weight.dtype, torch.float32))
 
 
-def _is_plain_inference() -> bool:
+def is_plain_inference() -> bool:
     """Whether nobody records or transforms this call, so that the result is all there is to make."""
-    return not torch.is_grad_enabled() and not torch.compiler.is_compiling() and _untraced() is None
+    return not torch.is_grad_enabled() and not torch.compiler.is_compiling() and untraced() is None
 
 
-def _untraced() -> str | None:
+def untraced() -> str | None:
     """None in plain eager mode, else who would not see what a kernel does with memory."""
     if torch._C._get_tracing_state() is not None:
         return "isn't seen by torch.jit.trace"
@@ -181,7 +189,7 @@ def _untraced() -> str | None:
     return None
 
 
-def _choose(
+def choose(
     backend: str, listed: tuple[Tensor, ...], return_weights: bool
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     first = listed[0]
@@ -217,7 +225,7 @@ def _why_not_cpu(listed: tuple[Tensor, ...]) -> str | None:
         return None
     if subclasses := {type(source) for source in listed} - _PLAIN:
         return f"takes plain tensors, got {', '.join(kind.__name__ for kind in subclasses)}"
-    return _untraced()
+    return untraced()
 
 
 def check_sources(sources: Sequence[Tensor] | Tensor) -> tuple[Tensor, ...]:

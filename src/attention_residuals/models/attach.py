@@ -28,10 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from attention_residuals.config import AttnResConfig
-from attention_residuals.depth_attention import depth_attention
+from attention_residuals.depth_attention.recorded import ReadRecord, norm_mixture, row_norms
 from attention_residuals.depth_attention.two_phase import SharedRead
 from attention_residuals.models.families import Family
-from attention_residuals.models.model_pass import LOCAL, DepthTrace, own_tokens
+from attention_residuals.models.model_pass import LOCAL, DepthTrace, LayerMemory, own_tokens
 from attention_residuals.plan import DepthPlan, in_window
 from attention_residuals.read import DepthRead
 from attention_residuals.stream import ResidualStream
@@ -77,37 +77,35 @@ class AttnResNorm(nn.Module):
         shared: SharedRead | None,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Read N sources [B, T, D], then norm; a `trace` receives the depth weights and the mixture.
+        """Read N sources [B, T, D], then norm; a `trace` receives the depth weights and the mixture's norms.
 
         With `shared`, what phase 1 found for this read, `sources` are the others.
         """
         norm = super().forward
         sources = in_window(sources, self.window)
         two_phase: dict[str, Any] = {} if shared is None else {"shared": shared, "dtype": dtype}
+        memory = None if trace is None else next(trace.memory, None)
         if self.read is None:
             (mixture,) = sources  # the embedding alone: returned unchanged
             if trace is not None:
-                trace.add_read(torch.ones(1, *mixture.shape[:-1], device=mixture.device), mixture)
+                ones = torch.ones(1, *mixture.shape[:-1], device=mixture.device)
+                trace.add_read(ones, row_norms(mixture), mixture)
             return norm(mixture)
         norm_of = self.attn_res_family.norm_weight
-        if trace is None and norm_of is not None:
-            weight, offset, eps = norm_of(self)
-            return self.read(sources, norm_weight=weight, norm_offset=offset, norm_eps=eps, **two_phase)
+        weight, offset, norm_eps = (None, 0.0, 0.0) if norm_of is None else norm_of(self)
+        # a mixture that is kept has to be made, so that its norm can't be part of the read
+        fused = None if trace is not None and trace.keep_mixtures else weight
+        given = {"norm_weight": fused, "norm_offset": offset, "norm_eps": norm_eps, **two_phase}
         if trace is None:
-            return norm(self.read(sources, **two_phase))
-        mixture, weights = self.read(sources, return_weights=True, **two_phase)
-        trace.add_read(weights, mixture)
-        if norm_of is None:
-            return norm(mixture)
-        weight, offset, eps = norm_of(self)
-        # a read of one source is that source under any query, so this is the norm alone, in one pass
-        return depth_attention(
-            (mixture,),
-            weight,
-            norm_weight=weight,
-            norm_eps=eps,
-            norm_offset=offset,
-            backend=self.read.backend,
+            found = self.read(sources, **given)
+        else:
+            record = ReadRecord(memory)
+            found, weights = self.read(sources, return_weights=True, record=record, **given)
+            trace.add_read(weights, record.norms, found)
+        if weight is None:
+            return norm(found)
+        return (
+            found if fused is not None else norm_mixture(found, weight, norm_eps, offset, self.read.backend)
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -132,6 +130,8 @@ class AttnResFinalNorm(AttnResNorm):
         sources = current.stream.sources
         if shared is not None:
             sources = sources[current.num_shared :]
+        if current.trace is not None and (memory := current.trace.memory_like(x)):
+            current.trace.memory = iter(memory.reads[-1:])
         return self.mix_and_norm(sources, current.trace, shared, x.dtype)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -165,10 +165,12 @@ class AttnResLayer(nn.Module):
             kwargs.update(zip(self.argument_names[: len(args)], args, strict=True))
         stream = ResidualStream.start(own_tokens(hidden_states)) if current.stream is None else current.stream
         x = torch.zeros_like(stream.blocks[0]) if stream.partial is None else stream.partial
+        first_read = self.num_sublayers * current.layers_run
         if current.trace is not None:
             kwargs["attn_res_record"] = "mixtures" if current.trace.keep_mixtures else "norms"
+            if memory := current.trace.memory_like(x):
+                kwargs["attn_res_memory"] = memory.of(first_read, self.num_sublayers)
         unshared, shared = stream.blocks, ()
-        first_read = self.num_sublayers * current.layers_run
         checkpointed = self.training and getattr(self, "gradient_checkpointing", False)
         current.begin_group(first_read, stream, checkpointed)
         if found := current.take_shared(self.num_sublayers):
@@ -190,13 +192,14 @@ class AttnResLayer(nn.Module):
         hidden_states: Tensor,
         *blocks: Tensor,
         attn_res_record: Literal["norms", "mixtures"] | None = None,
+        attn_res_memory: LayerMemory | None = None,
         attn_res_shared: int = 0,
         **kwargs: Any,
     ) -> tuple[Tensor, ...]:
         """One layer: x [B, T, D] (the open block's partial sum, or zeros) and the finished blocks.
 
         The last `attn_res_shared` tensors are the fields of each read's `SharedRead`; the blocks that these
-        cover are then left out.
+        cover are then left out. What is recorded lies in `attn_res_memory`, where it is given and fits.
 
         Returns:
             The open block's sum after the layer; the block that closed between its sublayers, if one did;
@@ -208,6 +211,8 @@ class AttnResLayer(nn.Module):
         outer = getattr(LOCAL, "frame", None)
         first_shared = len(blocks) - attn_res_shared
         trace = None if attn_res_record is None else DepthTrace(keep_mixtures=attn_res_record == "mixtures")
+        if trace is not None and attn_res_memory is not None:
+            trace.memory = iter(attn_res_memory.reads)
         LOCAL.frame = frame = _Frame(blocks[:first_shared], blocks[first_shared:], trace)
         try:
             output = super().forward(hidden_states, **kwargs)
@@ -224,8 +229,9 @@ class AttnResLayer(nn.Module):
         if trace is None:
             return (tail, *closed)
         states = (hidden_states, *frame.received[1:], output)
-        for before, after in itertools.pairwise(states):
-            trace.add_output(before, after)
+        memory = (None,) * self.num_sublayers if attn_res_memory is None else attn_res_memory.output_norms
+        for (before, after), norms in zip(itertools.pairwise(states), memory, strict=True):
+            trace.add_output(before, after, norms)
         return (tail, *closed, *trace.tensors())
 
     def __reduce_ex__(self, protocol: Any) -> Any:

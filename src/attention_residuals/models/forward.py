@@ -75,7 +75,8 @@ def backbone_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         traces = getattr(_LOCAL, "traces", None)
         sinks = [sink for sink in (traces, *self.depth_records) if sink is not None]
         want_hidden = hidden is not None and hidden is not False
-        trace = DepthTrace(keep_mixtures=want_hidden) if want_weights or sinks or want_hidden else None
+        looked_at = want_weights or sinks or want_hidden
+        trace = DepthTrace(keep_mixtures=want_hidden, plan=self.depth_plan) if looked_at else None
         reads = functools.partial(reads_in_order, self, family_of(self.config))
         always = self.depth_plan.config.read_schedule == "two_phase"
         with model_pass(trace, Phases(self.read_groups, reads, always)):

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from attention_residuals.depth_attention import available_backends
+from attention_residuals.depth_attention.dispatch import is_plain_inference
+from attention_residuals.depth_attention.recorded import ReadMemory, difference_norms
 from attention_residuals.depth_attention.two_phase import SharedRead, attend_to_shared
+from attention_residuals.plan import DepthPlan
 from attention_residuals.read import DepthRead
 from attention_residuals.schedule import ReadGroup
 from attention_residuals.stream import ResidualStream
@@ -27,35 +30,76 @@ LOCAL = threading.local()
 LEAST_ELEMENTS = 1 << 17
 
 
+class LayerMemory(NamedTuple):
+    """Memory for what a layer's reads and sublayers hand out."""
+
+    reads: tuple[ReadMemory, ...]
+    output_norms: tuple[Tensor, ...]
+
+
+class TraceMemory:
+    """Memory for all depth weights and norms of one forward, in one piece.
+
+    Apart they would lie between a forward's temporaries, so that malloc returns more pages and fetches them
+    again.
+    """
+
+    def __init__(self, plan: DepthPlan, shape: torch.Size) -> None:
+        counts = [plan.num_sources(read) for read in range(plan.num_reads)]
+        rows = torch.empty(
+            sum(counts) + plan.num_reads + plan.num_sublayers, *shape, dtype=torch.float32, device="cpu"
+        )
+        weights, inputs, outputs = rows.split([sum(counts), plan.num_reads, plan.num_sublayers])
+        self.reads = [ReadMemory(*pair) for pair in zip(weights.split(counts), inputs.unbind(), strict=True)]
+        self.output_norms = outputs.unbind()
+
+    def of(self, first: int, count: int) -> LayerMemory:
+        """That of `count` sublayers and their reads."""
+        last = first + count
+        return LayerMemory(tuple(self.reads[first:last]), self.output_norms[first:last])
+
+
 class DepthTrace:
     """What the reads of one model forward, or of one layer's, made; collected only on request.
 
     Args:
         keep_mixtures: whether the mixtures are kept too; without them looking costs little time and memory.
+        plan: of the model's forward; None for one layer's trace.
 
     Attributes:
         weights: per read, depth weights [N, B, T].
         input_norms: per read, L2 norm of the mixture h before the sublayer's norm [B, T], float32.
         mixtures: per read, h itself [B, T, D]; empty unless kept.
         output_norms: per sublayer, L2 norm of its output [B, T], float32.
+        memory: for what the coming reads hand out, where some is prepared.
     """
 
-    def __init__(self, *, keep_mixtures: bool = False) -> None:
-        self.keep_mixtures = keep_mixtures
+    def __init__(self, *, keep_mixtures: bool = False, plan: DepthPlan | None = None) -> None:
+        self.keep_mixtures, self.plan = keep_mixtures, plan
+        self.memory: Iterator[ReadMemory] = iter(())
+        self.whole_memory: TraceMemory | None = None
         self.weights: list[Tensor] = []
         self.input_norms: list[Tensor] = []
         self.mixtures: list[Tensor] = []
         self.output_norms: list[Tensor] = []
 
-    def add_read(self, weights: Tensor, mixture: Tensor) -> None:
+    def memory_like(self, x: Tensor) -> TraceMemory | None:
+        """Memory for a forward over x [B, T, D]; None under autograd or a compiler, or off the CPU."""
+        if self.plan is None or not x.is_cpu or not is_plain_inference():
+            return None
+        if self.whole_memory is None:
+            self.whole_memory = TraceMemory(self.plan, x.shape[:-1])
+        return self.whole_memory
+
+    def add_read(self, weights: Tensor, norms: Tensor, mixture: Tensor) -> None:
         self.weights.append(weights)
-        self.input_norms.append(row_norms(mixture))
+        self.input_norms.append(norms)
         if self.keep_mixtures:
             self.mixtures.append(mixture)
 
-    def add_output(self, before: Tensor, after: Tensor) -> None:
+    def add_output(self, before: Tensor, after: Tensor, memory: Tensor | None) -> None:
         """Note what a sublayer wrote, from the open block's sum [B, T, D] before and after it."""
-        self.output_norms.append(row_norms(after.detach() - before.detach()))
+        self.output_norms.append(difference_norms(after, before, memory))
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All of it in one tuple, for a layer to return; `take` puts it together again."""
@@ -66,11 +110,6 @@ class DepthTrace:
         fields = (self.weights, self.input_norms, self.output_norms, self.mixtures)
         for i, tensor in enumerate(tensors):
             fields[i // num_sublayers].append(tensor)
-
-
-def row_norms(x: Tensor) -> Tensor:
-    """L2 norm over the width, [..., D] to [...], float32, without gradients."""
-    return torch.linalg.vector_norm(x.detach().float(), dim=-1)
 
 
 def own_tokens(hidden_states: Tensor) -> Tensor:

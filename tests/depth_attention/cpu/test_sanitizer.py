@@ -15,6 +15,7 @@ PROGRAM = """
 import ctypes, itertools, sys, torch
 from attention_residuals import depth_attention
 from attention_residuals.depth_attention.cpu import _kernel
+from attention_residuals.depth_attention.cpu.binding import read_plain_tensors, write_difference_norms
 torch.set_num_threads(1)
 print(_kernel.__file__)
 seen = []
@@ -26,7 +27,12 @@ def call(n, width, tokens, dtype, norm, weights):
                                  return_weights=True, backend="cpu")
     (out.float().sum() + (alpha[0].sum() if weights else 0)).backward()
     with torch.no_grad():
-        depth_attention(sources, vectors[0], vectors[1], norm_weight=vectors[2] if norm else None)
+        norm_weight = vectors[2] if norm else None
+        depth_attention(sources, vectors[0], vectors[1], norm_weight=norm_weight)
+        memory = torch.empty(n, tokens), torch.empty(tokens)
+        settings = (1e-6, 1.0, 1e-6, 0.0, "mean")
+        assert read_plain_tensors(sources, *vectors[:2], norm_weight, *settings, *memory) is not None
+        assert write_difference_norms(sources[0], sources[-1], memory[1])
 
 def sweep(widths, counts):
     dtypes = (torch.float32, torch.bfloat16, torch.float16)

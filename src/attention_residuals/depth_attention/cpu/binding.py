@@ -67,8 +67,13 @@ def read_plain_tensors(
     norm_eps: float,
     norm_offset: float,
     read_scale: str,
+    weights: Tensor | None = None,
+    norms: Tensor | None = None,
 ) -> Tensor | None:
     """h [..., D] where every tensor is plain, contiguous and fits the others, else None. No gradients.
+
+    `weights` [N, ...] and `norms` [...], contiguous float32 of the sources' shape, receive the depth weights
+    and the L2 norm of the mixture before its output norm.
 
     The checks run in the kernel's own code, so that a read of one token costs a few microseconds.
     """
@@ -86,7 +91,16 @@ def read_plain_tensors(
         norm_offset,
         read_scale == "sum",
         threads,
+        _address(weights),
+        _address(norms),
     )
+
+
+def write_difference_norms(after: Tensor, before: Tensor, norms: Tensor) -> bool:
+    """Whether both [..., D] are plain and alike; `norms` [...] then holds the L2 norm of after - before."""
+    if _kernel is None:
+        return False
+    return _kernel.difference_norms(after, before, norms.data_ptr(), torch.get_num_threads())
 
 
 def depth_attention_cpu(
@@ -101,46 +115,81 @@ def depth_attention_cpu(
     gain: float,
 ) -> tuple[Tensor, Tensor]:
     """Same arguments and results as `depth_attention_reference`, for CPU tensors of 16 or 32 bits."""
-    settings, inputs = (eps, scale, norm_eps, gain), (query, key_weight, norm_weight, *sources)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        h, alpha, _ = _DepthAttention.apply(settings, *inputs)
-    else:
-        h, alpha, _ = run_forward(settings, query, key_weight, norm_weight, sources, save=False)
+    settings = (eps, scale, norm_eps, gain)
+    h, alpha, _ = _attend(settings, query, key_weight, norm_weight, sources, want_norms=False)
     return h, alpha
+
+
+def depth_attention_cpu_recorded(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None,
+    norm_weight: Tensor | None,
+    *,
+    eps: float,
+    scale: float,
+    norm_eps: float,
+    gain: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`depth_attention_cpu`, and L2 norms [...] of the mixture before its output norm, without gradient."""
+    settings = (eps, scale, norm_eps, gain)
+    return _attend(settings, query, key_weight, norm_weight, sources, want_norms=True)
+
+
+def _attend(
+    settings: tuple[float, ...],
+    query: Tensor,
+    key_weight: Tensor | None,
+    norm_weight: Tensor | None,
+    sources: Sequence[Tensor],
+    *,
+    want_norms: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = (query, key_weight, norm_weight, *sources)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+        h, alpha, norms, _ = _DepthAttention.apply(settings, want_norms, *inputs)
+    else:
+        h, alpha, norms, _ = run_forward(
+            settings, query, key_weight, norm_weight, sources, save=False, want_norms=want_norms
+        )
+    return h, alpha, norms
 
 
 class _DepthAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         settings: tuple[float, ...],
+        want_norms: bool,
         query: Tensor,
         key_weight: Tensor | None,
         norm_weight: Tensor | None,
         *sources: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return run_forward(settings, query, key_weight, norm_weight, sources, save=True)
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return run_forward(
+            settings, query, key_weight, norm_weight, sources, save=True, want_norms=want_norms
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.settings = inputs[0]
-        _, alpha, saved = output
-        ctx.mark_non_differentiable(saved)
+        _, alpha, norms, saved = output
+        ctx.mark_non_differentiable(norms, saved)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(alpha, saved, *inputs[1:])
+        ctx.save_for_backward(alpha, saved, *inputs[2:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         alpha, saved, *inputs = ctx.saved_tensors
         if grads[0] is None and grads[1] is None:
-            return (None,) * (1 + len(inputs))
+            return (None,) * (2 + len(inputs))
         if torch.is_grad_enabled():
             vectors = (inputs[0], inputs[1], inputs[2])
             found = gradients_as_a_graph(Settings(*ctx.settings), vectors, inputs[3:], grads[0], grads[1])
         else:
             found = run_backward(
-                ctx.settings, ctx.needs_input_grad[1:], grads, alpha, saved, inputs[:3], inputs[3:]
+                ctx.settings, ctx.needs_input_grad[2:], grads, alpha, saved, inputs[:3], inputs[3:]
             )
-        return (None, *found)
+        return (None, None, *found)
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -181,8 +230,12 @@ def run_forward(
     sources: Sequence[Tensor],
     *,
     save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """h or y [..., D], alpha [N, ...], and r, t, q [2N + 1, tokens] (empty unless `save`)."""
+    want_norms: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """h or y [..., D], alpha [N, ...], L2 norms of h [...], and r, t, q [2N + 1, tokens].
+
+    The last two are empty unless `want_norms` and `save`.
+    """
     first, count = sources[0], len(sources)
     width = first.shape[-1]
     tokens = first.numel() // width
@@ -190,13 +243,15 @@ def run_forward(
     w, g, n = _float_vector(query), _float_vector(key_weight), _float_vector(norm_weight)
     out = torch.empty_like(first, memory_format=torch.contiguous_format)
     alpha = torch.empty((count, *first.shape[:-1]))
+    norms = torch.empty(first.shape[:-1] if want_norms else (0,))
     saved = torch.empty((2 * count + 1, tokens) if save else (0,))
     _kernel.forward(
         _DTYPES[first.dtype], addresses, strides, tokens, width, _address(w), _address(g), _address(n),
-        out.data_ptr(), alpha.data_ptr(), saved.data_ptr() if save else 0, *settings, torch.get_num_threads(),
+        out.data_ptr(), alpha.data_ptr(), saved.data_ptr() if save else 0,
+        norms.data_ptr() if want_norms else 0, *settings, torch.get_num_threads(),
     )  # fmt: skip
     del kept
-    return out, alpha, saved
+    return out, alpha, norms, saved
 
 
 def run_backward(

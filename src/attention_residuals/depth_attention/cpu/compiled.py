@@ -21,9 +21,12 @@ def read_op(
     key_weight: Tensor | None,
     norm_weight: Tensor | None,
     settings: Sequence[float],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """h or y [..., D], alpha [N, ...], and r, t, q [2N + 1, tokens]; settings: eps, scale, norm_eps, gain."""
-    return run_forward(tuple(settings), query, key_weight, norm_weight, sources, save=True)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """h or y [..., D], alpha [N, ...], L2 norms of h [...], and r, t, q [2N + 1, tokens].
+
+    settings: eps, scale, norm_eps, gain.
+    """
+    return run_forward(tuple(settings), query, key_weight, norm_weight, sources, save=True, want_norms=True)
 
 
 @read_op.register_fake
@@ -33,12 +36,13 @@ def _(
     key_weight: Tensor | None,
     norm_weight: Tensor | None,
     settings: Sequence[float],
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     first, count = sources[0], len(sources)
     out = torch.empty_like(first, memory_format=torch.contiguous_format)
     alpha = first.new_empty((count, *first.shape[:-1]), dtype=torch.float32)
+    norms = first.new_empty(first.shape[:-1], dtype=torch.float32)
     saved = first.new_empty((2 * count + 1, first.numel() // first.shape[-1]), dtype=torch.float32)
-    return out, alpha, saved
+    return out, alpha, norms, saved
 
 
 @torch.library.custom_op("attention_residuals::read_cpu_backward", mutates_args=())
@@ -78,13 +82,13 @@ def _(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     sources, query, key_weight, norm_weight, ctx.settings = inputs
-    _, alpha, saved = output
+    _, alpha, norms, saved = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(saved)
+    ctx.mark_non_differentiable(norms, saved)
     ctx.save_for_backward(alpha, saved, query, key_weight, norm_weight, *sources)
 
 
-def _backward(ctx: Any, d_out: Tensor | None, d_alpha: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+def _backward(ctx: Any, d_out: Tensor | None, d_alpha: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     alpha, saved, query, key_weight, norm_weight, *sources = ctx.saved_tensors
     vectors = (query, key_weight, norm_weight)
     grads = iter(backward_op(d_out, d_alpha, alpha, saved, *vectors, sources, ctx.settings))
@@ -107,5 +111,23 @@ def depth_attention_cpu_compiled(
     gain: float,
 ) -> tuple[Tensor, Tensor]:
     """`depth_attention_cpu` inside torch.compile."""
-    h, alpha, _ = read_op(list(sources), query, key_weight, norm_weight, [eps, scale, norm_eps, gain])
+    settings = [eps, scale, norm_eps, gain]
+    h, alpha, _, _ = read_op(list(sources), query, key_weight, norm_weight, settings)
     return h, alpha
+
+
+def depth_attention_cpu_compiled_recorded(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None,
+    norm_weight: Tensor | None,
+    *,
+    eps: float,
+    scale: float,
+    norm_eps: float,
+    gain: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`depth_attention_cpu_recorded` inside torch.compile."""
+    settings = [eps, scale, norm_eps, gain]
+    h, alpha, norms, _ = read_op(list(sources), query, key_weight, norm_weight, settings)
+    return h, alpha, norms

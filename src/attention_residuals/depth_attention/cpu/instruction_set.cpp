@@ -15,4 +15,5 @@ namespace JOIN(in_, INSTRUCTION_SET) {
 }
 
 extern const Kernels JOIN(kernels_, INSTRUCTION_SET) = {JOIN(in_, INSTRUCTION_SET)::forward_range,
-                                                         JOIN(in_, INSTRUCTION_SET)::backward_range};
+                                                         JOIN(in_, INSTRUCTION_SET)::backward_range,
+                                                         JOIN(in_, INSTRUCTION_SET)::difference_range};

@@ -121,6 +121,11 @@ static void backward_work(void* call, int id, int of) {
         kernels->backward(f, begin, end, scratch(scratch_floats(f.num_sources, f.width)), du, du + f.width);
 }
 
+static void difference_work(void* call, int id, int of) {
+    const Difference& f = *(const Difference*)call;
+    kernels->difference_norms(f, f.tokens * id / of, f.tokens * (id + 1) / of);
+}
+
 // Reads Python's arguments in order; the first failure is kept as a Python error.
 struct Arguments {
     PyObject* const* next;
@@ -189,13 +194,14 @@ static void run_forward(const Forward& f, int threads) {
 }
 
 // forward(dtype, sources, strides, tokens, width, query, key_weight, norm_weight, out, alpha, saved,
-//         eps, scale, norm_eps, gain, threads): pointers as integers, 0 for what is not given
+//         norms, eps, scale, norm_eps, gain, threads): pointers as integers, 0 for what is not given
 static PyObject* py_forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Arguments a = {args, args + count};
     Forward f;
     Inputs in;
     in.read(a, f);
     f.out = a.pointer<void>(), f.alpha = a.pointer<float>(), f.saved = a.pointer<float>();
+    f.norms = a.pointer<float>();
     f.eps = a.number(), f.scale = a.number(), f.norm_eps = a.number(), f.gain = a.number();
     int threads = (int)a.integer();
     if (a.failed()) return nullptr;
@@ -225,9 +231,9 @@ static const float* plain_vector(PyObject* o, const TensorView& like, std::vecto
     return to;
 }
 
-// read(sources, query, key_weight, norm_weight, eps, scale, norm_eps, norm_offset, sum, threads) -> h, or None where
-// a tensor is not plain, or does not fit the others: the caller then takes the way that copies, or says what is wrong.
-// Nothing is kept for a backward. Here so that a small read costs no Python per source.
+// read(sources, query, key_weight, norm_weight, eps, scale, norm_eps, norm_offset, sum, threads, alpha, norms) -> h, or
+// None where a tensor is not plain, or does not fit the others: the caller then takes the way that copies, or says
+// what is wrong. alpha and norms: addresses, 0 for what is not wanted. Nothing is kept for a backward. Here so that a small read costs no Python per source.
 static PyObject* py_read(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Arguments a = {args, args + count};
     PyObject *sources = a.take(), *vectors[3] = {a.take(), a.take(), a.take()};
@@ -236,6 +242,7 @@ static PyObject* py_read(PyObject*, PyObject* const* args, Py_ssize_t count) {
     float norm_offset = (float)a.number();
     bool sum = a.integer();
     int threads = (int)a.integer();
+    f.alpha = a.pointer<float>(), f.norms = a.pointer<float>();
     if (a.failed()) return nullptr;
     bool tuple = PyTuple_CheckExact(sources);
     if (!tuple && !PyList_CheckExact(sources)) Py_RETURN_NONE;
@@ -275,6 +282,25 @@ static PyObject* py_read(PyObject*, PyObject* const* args, Py_ssize_t count) {
     run_forward(f, threads);
     Py_END_ALLOW_THREADS
     return out;
+}
+
+// difference_norms(after, before, norms, threads) -> whether the tensors are plain and alike, and norms, an address,
+// is written: the L2 norm of after - before per token, in float32
+static PyObject* py_difference_norms(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    Arguments a = {args, args + count};
+    PyObject *after = a.take(), *before = a.take();
+    Difference f = {};
+    f.norms = a.pointer<float>();
+    int threads = (int)a.integer();
+    if (a.failed()) return nullptr;
+    TensorView x, y;
+    if (!torch.plain(after, &x) || !torch.plain(before, &y) || !x.has_dtype(&f.dtype) || !y.same_as(x) || !x.width())
+        Py_RETURN_FALSE;
+    f.width = x.width(), f.tokens = x.numel() / f.width, f.after = x.address(), f.before = y.address();
+    Py_BEGIN_ALLOW_THREADS
+    run_team(difference_work, &f, 2 * f.tokens * f.width, threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_TRUE;
 }
 
 static PyObject* py_connect(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -357,6 +383,7 @@ static PyMethodDef methods[] = {
     {"forward", (PyCFunction)(void (*)(void))py_forward, METH_FASTCALL, "depth attention forward"},
     {"backward", (PyCFunction)(void (*)(void))py_backward, METH_FASTCALL, "depth attention backward"},
     {"read", (PyCFunction)(void (*)(void))py_read, METH_FASTCALL, "depth attention forward of plain tensors"},
+    {"difference_norms", (PyCFunction)(void (*)(void))py_difference_norms, METH_FASTCALL, "norms of after - before"},
     {"connect", (PyCFunction)(void (*)(void))py_connect, METH_FASTCALL, "how to look into PyTorch's tensors"},
     {"share_threads", py_share_threads, METH_O, "run on PyTorch's OpenMP threads"},
     {"use_instruction_set", py_use, METH_O, "choose among what this machine has"},

@@ -216,7 +216,7 @@ static void forward_tokens(const Forward& f, int64_t begin, int64_t end, float* 
         if (N <= group) {
             for (int64_t i = 0; i < N; i++) weight[i] = e[i] * factor;
             if (through_h) square = mix<S, Float32>(rows, weight, N, D, false, 0, h);
-            else mix<S, S>(rows, weight, N, D, false, 0, out);
+            else square = mix<S, S>(rows, weight, N, D, false, 0, out);
             factor = 1;
         }
         float q = 0;
@@ -226,6 +226,7 @@ static void forward_tokens(const Forward& f, int64_t begin, int64_t end, float* 
         } else if (through_h) {
             scale_by<S>(h, factor, nullptr, D, out);
         }
+        if (f.norms) f.norms[token] = sqrtf(square) * factor;
         if (f.alpha) {
             // several groups: each e was taken against the maximum so far, so take it anew
             for (int64_t i = 0; i < N; i++)
@@ -367,6 +368,32 @@ static void backward_tokens(const Backward& f, int64_t begin, int64_t end, float
     }
 }
 
+template <class S>
+static inline float difference_square(const typename S::value* after, const typename S::value* before,
+                                      int64_t width) {
+    vf square0{}, square1{};
+    int64_t d = 0;
+    for (; d + 2 * WIDTH <= width; d += 2 * WIDTH) {
+        vf a = S::load(after + d) - S::load(before + d);
+        vf b = S::load(after + d + WIDTH) - S::load(before + d + WIDTH);
+        square0 += a * a, square1 += b * b;
+    }
+    for (; d < width; d += WIDTH) {
+        int64_t some = width - d < WIDTH ? width - d : WIDTH;
+        vf a = load_some<S>(after + d, some) - load_some<S>(before + d, some);
+        square0 += a * a;
+    }
+    return lane_sum(square0 + square1);
+}
+
+template <class S>
+static void difference_tokens(const Difference& f, int64_t begin, int64_t end) {
+    typedef typename S::value value;
+    const value *after = (const value*)f.after, *before = (const value*)f.before;
+    for (int64_t token = begin; token < end; token++)
+        f.norms[token] = sqrtf(difference_square<S>(after + token * f.width, before + token * f.width, f.width));
+}
+
 static void forward_range(const Forward& f, int64_t begin, int64_t end, float* scratch) {
     if (f.dtype == FLOAT32) forward_tokens<Float32>(f, begin, end, scratch);
     else if (f.dtype == BFLOAT16) forward_tokens<BFloat16>(f, begin, end, scratch);
@@ -377,4 +404,10 @@ static void backward_range(const Backward& f, int64_t begin, int64_t end, float*
     if (f.dtype == FLOAT32) backward_tokens<Float32>(f, begin, end, scratch, du, dn);
     else if (f.dtype == BFLOAT16) backward_tokens<BFloat16>(f, begin, end, scratch, du, dn);
     else backward_tokens<Float16>(f, begin, end, scratch, du, dn);
+}
+
+static void difference_range(const Difference& f, int64_t begin, int64_t end) {
+    if (f.dtype == FLOAT32) difference_tokens<Float32>(f, begin, end);
+    else if (f.dtype == BFLOAT16) difference_tokens<BFloat16>(f, begin, end);
+    else difference_tokens<Float16>(f, begin, end);
 }

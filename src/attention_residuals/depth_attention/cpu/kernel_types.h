@@ -15,7 +15,7 @@ struct Forward {
     const int64_t* strides;  // elements from one token's row to the next, per source
     const float *u, *norm_weight;
     void* out;
-    float *alpha, *saved;
+    float *alpha, *saved, *norms;  // norms: L2 norm of h per token; each null where it is not wanted
     float eps, scale, norm_eps, gain;
 };
 
@@ -29,6 +29,14 @@ struct Backward {
     const float *d_alpha, *alpha, *saved;
     void* const* d_sources;  // null where no gradient is wanted
     float scale, gain;
+};
+
+// norms: L2 norm of after - before per token
+struct Difference {
+    DType dtype;
+    int64_t tokens, width;
+    const void *after, *before;
+    float* norms;
 };
 
 static inline int64_t padded(int64_t width) { return (width + 15) / 16 * 16; }
@@ -89,6 +97,7 @@ static inline int64_t rows_ahead(int64_t num_sources, int64_t width, size_t byte
 struct Kernels {
     void (*forward)(const Forward&, int64_t begin, int64_t end, float* scratch);
     void (*backward)(const Backward&, int64_t begin, int64_t end, float* scratch, double* du, double* dn);
+    void (*difference_norms)(const Difference&, int64_t begin, int64_t end);
 };
 
 static inline int64_t scratch_floats(int64_t num_sources, int64_t width) {
