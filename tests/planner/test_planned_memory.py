@@ -145,6 +145,9 @@ def test_stages_keep_together_what_the_whole_keeps(plain_models):
     one, (first, second) = (rank_memory(model, kept, plan, layout) for plan in (whole, parts))
     assert first.weights + second.weights == one[0].weights
     assert one[0].total == 4 * one[0].weights + one[0].activations
+    shared = rank_memory(model, kept, parts, Layout(pipeline_ranks=2, data_parallel=2, fsdp=True))[1]
+    assert shared.weights == shared.gradients == 1.5 * second.weights  # its share, and the stage whole
+    assert shared.optimizer == 0.5 * second.optimizer
 
 
 def test_checkpointing_runs_one_layer_again(plain_models):

@@ -101,6 +101,8 @@ def test_a_layout_says_what_is_wrong():
         Layout(dtype="int8")
     with pytest.raises(ValueError, match="bandwidth must be a finite number"):
         Layout(bandwidth=0)
+    with pytest.raises(ValueError, match="data_parallel must be at least 2, got 1"):
+        Layout(fsdp=True)
     with pytest.raises(TypeError, match="batch must be an int"):
         Layout(batch=None)
     assert (Layout().num_microbatches, Layout(pipeline_ranks=4).num_microbatches) == (1, 8)

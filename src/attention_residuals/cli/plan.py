@@ -59,6 +59,9 @@ def plan(
         int, _option(LAYOUT, "Ranks that share matrices and, along the sequence, the stream.", "--tp")
     ] = 1,
     data_parallel: Annotated[int, _option(LAYOUT, "Replicas.", "--dp")] = 1,
+    fsdp: Annotated[
+        bool, _option(LAYOUT, "Replicas share weights, gradients and optimizer states.", "--fsdp")
+    ] = False,
     batch_size: Annotated[int, _option(LAYOUT, "Rows of a microbatch.")] = 1,
     context: Annotated[int, _option(LAYOUT, "Tokens of a row.")] = 2048,
     microbatches: Annotated[
@@ -112,6 +115,7 @@ def plan(
             virtual_stages=virtual_stages,
             tensor_parallel=tensor_parallel,
             data_parallel=data_parallel,
+            fsdp=fsdp,
             batch=batch_size,
             context=context,
             microbatches=microbatches,

@@ -23,6 +23,7 @@ class Layout:
         tensor_parallel: ranks that share the matrices of each layer. They also share the residual stream,
             along the sequence, as the paper's prefill does (arXiv 2603.15031).
         data_parallel: replicas that see different rows.
+        fsdp: whether these share weights, gradients and optimizer states (FSDP2's `fully_shard`).
         batch: B, rows of a microbatch of one replica.
         context: T, tokens of a row.
         microbatches: M, microbatches of a step; None for 2 P with a pipeline and 1 without.
@@ -41,6 +42,7 @@ class Layout:
     virtual_stages: int = 1
     tensor_parallel: int = 1
     data_parallel: int = 1
+    fsdp: bool = False
     batch: int = 1
     context: int = 2048
     microbatches: int | None = None
@@ -65,6 +67,11 @@ class Layout:
         require(
             math.isfinite(self.bandwidth) and self.bandwidth > 0,
             f"bandwidth must be a finite number of GB/s above 0, got {self.bandwidth}",
+        )
+        require(
+            not self.fsdp or self.data_parallel > 1,
+            f"fsdp shares weights among replicas, so data_parallel must be at least 2, got "
+            f"{self.data_parallel}; leave fsdp out, or take more",
         )
         if self.microbatches is None:
             filled = 1 if self.pipeline_ranks == 1 else 2 * self.pipeline_ranks

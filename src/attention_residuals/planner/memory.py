@@ -29,7 +29,8 @@ class RankMemory:
     """Bytes on one rank at the peak of a training step.
 
     Attributes:
-        weights, gradients, optimizer: AdamW, all in the layout's dtype.
+        weights, gradients, optimizer: AdamW, all in the layout's dtype; under FSDP2 the rank's share, and
+            what is gathered beside it.
         activations: kept for backward by the microbatches in flight, block sums included.
         blocks: block sums and embedding among them.
         recomputed: what one layer keeps while it runs again, under checkpointing.
@@ -147,6 +148,22 @@ def in_flight(stages: StagePlan, rank: int, num_microbatches: int) -> list[int]:
     return [own[i // round_length % virtual] for i in range(count)]
 
 
+def _held(layers: Sequence[int], ends: int, layout: Layout, *, in_stages: bool) -> tuple[int, int, int]:
+    """Numbers in the weights and gradients on a rank at their peak, and those that it has moments of.
+
+    Under FSDP2 a rank has its share. With it are whole: of a whole model the ends, the layer at work and the
+    one gathered next; of a stage, which stays whole from microbatch to microbatch, everything.
+    """
+    numbers = sum(layers) + ends
+    if not layout.fsdp:
+        return numbers, numbers, numbers
+    share = -(-numbers // layout.data_parallel)
+    if in_stages:
+        return share + numbers, share + numbers, share
+    largest = max(layers)
+    return share + ends + min(2, len(layers)) * largest, share + ends + largest, share
+
+
 def rank_memory(
     model: PlainModel, kept: KeptBytes, stages: StagePlan, layout: Layout
 ) -> tuple[RankMemory, ...]:
@@ -155,21 +172,23 @@ def rank_memory(
     count, found = model.family.sublayers_per_layer, []
     for rank in range(stages.num_ranks):
         own = [index for stage in stages.stages_of(rank) for index in stages.layer_range(stage)]
-        numbers = sum(model.layer_parameters[i] + sum(reads[count * i : count * (i + 1)]) for i in own)
-        numbers += model.embedding_parameters if rank == 0 else 0
+        layers = [model.layer_parameters[i] + sum(reads[count * i : count * (i + 1)]) for i in own]
+        ends = model.embedding_parameters if rank == 0 else 0
         if rank == stages.num_ranks - 1:
-            numbers += model.head_parameters + reads[-1]
+            ends += model.head_parameters + reads[-1]
             if rank == 0:  # a tied matrix is on the rank once
-                numbers -= model.embedding_parameters + sum(model.layer_parameters) + model.head_parameters
-                numbers += model.parameters
-        weights = -(-numbers // layout.tensor_parallel) * layout.itemsize
+                ends = model.parameters - sum(model.layer_parameters) + reads[-1]
+        weights, gradients, states = (
+            -(-numbers // layout.tensor_parallel) * layout.itemsize
+            for numbers in _held(layers, ends, layout, in_stages=stages.num_stages > 1)
+        )
         flight = in_flight(stages, rank, layout.num_microbatches)
         blocks = sum(kept.blocks(stages, stage) for stage in flight)
         found.append(
             RankMemory(
                 weights=weights,
-                gradients=weights,
-                optimizer=MOMENTS * weights,
+                gradients=gradients,
+                optimizer=MOMENTS * states,
                 activations=blocks + sum(kept.stage(stages, stage) for stage in flight),
                 blocks=blocks,
                 recomputed=kept.recomputed(own),

@@ -62,8 +62,9 @@ def _overview(found: Prediction) -> Table:
     table.add_row(
         "layout",
         f"P {layout.pipeline_ranks} x V {layout.virtual_stages}, TP {layout.tensor_parallel}, "
-        f"DP {layout.data_parallel}; {layout.num_microbatches} x {layout.batch} rows of {layout.context:,} "
-        f"tokens a step and replica; {layout.dtype}",
+        f"DP {layout.data_parallel}{' with FSDP' if layout.fsdp else ''}; "
+        f"{layout.num_microbatches} x {layout.batch} rows of {layout.context:,} tokens "
+        f"a step and replica; {layout.dtype}",
     )
     if len(found.split) > 1:
         table.add_row("layers per stage", _listed(found.split))

@@ -104,16 +104,10 @@ def depth_attention_cpu_compiled(
     query: Tensor,
     key_weight: Tensor | None,
     norm_weight: Tensor | None,
-    *,
-    eps: float,
-    scale: float,
-    norm_eps: float,
-    gain: float,
+    **settings: float,
 ) -> tuple[Tensor, Tensor]:
     """`depth_attention_cpu` inside torch.compile."""
-    settings = [eps, scale, norm_eps, gain]
-    h, alpha, _, _ = read_op(list(sources), query, key_weight, norm_weight, settings)
-    return h, alpha
+    return depth_attention_cpu_compiled_recorded(sources, query, key_weight, norm_weight, **settings)[:2]
 
 
 def depth_attention_cpu_compiled_recorded(
