@@ -7,7 +7,17 @@ import sys
 
 from benchmarks import readme_table
 
-BENCHMARKS = ("small_model", "operator", "whole_model", "read_schedule", "looking", "long_prompts", "planner")
+BENCHMARKS = (
+    "small_model",
+    "operator",
+    "whole_model",
+    "read_schedule",
+    "looking",
+    "long_prompts",
+    "planner",
+    "pipeline",
+)
+
 
 if __name__ == "__main__":
     names = sys.argv[1:] or list(BENCHMARKS)
