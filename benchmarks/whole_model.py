@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from attention_residuals.training.presets import PRESETS
 from benchmarks.timing import alternate, median_ratio, medians, peak_bytes, quartiles, save
 
 PROMPT = 512
+PREFILL_SECONDS = 20.0  # for the rounds of one run
 MODES: dict[str, dict[str, Any]] = {
     "block": {"mode": "block", "num_blocks": 8, "read_scale": "sum"},
     "full": {"mode": "full", "read_scale": "sum"},
@@ -85,7 +87,7 @@ def training_step(model: Any, ids: torch.Tensor) -> Callable[[], None]:
 
 
 def main(threads: int = 2, runs: int = 2) -> None:
-    """`runs` are the rounds of a bfloat16 prefill; what is shorter or spreads more gets more rounds."""
+    """`runs` are the rounds of the slowest pass; what is shorter or spreads more gets more rounds."""
     torch.set_num_threads(threads)
     figures: dict[str, Any] = {"shape": "0.8B", "prompt": PROMPT, "vocabulary": 32768}
     torch.manual_seed(0)
@@ -96,7 +98,7 @@ def main(threads: int = 2, runs: int = 2) -> None:
         check_parity(models, ids[:, :64], tolerance)
         for what, make in (("prefill", prefill), ("decode", decode)):
             arms = {name: make(m, ids) for name, m in models.items()}
-            rounds = runs * (25 if what == "decode" else 6 if dtype is torch.float32 else 1)
+            rounds = runs * 25 if what == "decode" else _rounds(arms["plain"], runs)
             times = alternate(arms, runs=rounds, warmup=1)
             figures[f"{what} {dtype}".replace("torch.", "")] = _summary(times)
         figures[f"prefill memory {dtype}".replace("torch.", "")] = _memory(models, ids)
@@ -107,6 +109,14 @@ def main(threads: int = 2, runs: int = 2) -> None:
     for name, value in figures.items():
         print(name, value)
     print("written", save("whole_model", figures))
+
+
+def _rounds(once: Callable[[], None], runs: int) -> int:
+    """How often a prefill is repeated: `runs`, and more where it is fast, as bfloat16 on some processors."""
+    once()
+    started = time.perf_counter()
+    once()
+    return runs * max(1, min(6, round(PREFILL_SECONDS / (time.perf_counter() - started))))
 
 
 def _memory(models: dict[str, Any], ids: torch.Tensor) -> dict[str, Any]:
