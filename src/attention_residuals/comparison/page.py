@@ -51,7 +51,9 @@ th:first-child { text-align: left; position: sticky; left: 0; background: var(--
 thead th:first-child { background: var(--card); }
 th.text, td.text { text-align: left; }
 td.text { white-space: normal; min-width: 10rem; }
-@media (max-width: 40rem) { tbody th { white-space: normal; overflow-wrap: break-word; min-width: 6rem; max-width: 8rem; } }
+@media (max-width: 40rem) {
+  tbody th { white-space: normal; overflow-wrap: break-word; min-width: 6rem; max-width: 8rem; }
+}
 </style>
 </head>
 <body>
