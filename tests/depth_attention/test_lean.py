@@ -76,8 +76,8 @@ def test_model_widths(n, width, dtype, path):
         (5, 3, (40,), 12),
         (9, 65, (6,), 20),
         (33, 48, (6,), 20),
-        (9, 1000, (6,), 16),
-        (9, 7168, (6,), 8),
+        (9, 1000, (6,), 32),
+        (9, 7168, (6,), 32),
     ],
 )
 @pytest.mark.parametrize("norm", [False, True])
@@ -221,8 +221,9 @@ def test_packed_equals_listed(path):
     again = depth_attention(listed, case.query, norm_weight=case.norm_weight, backend="lean")
     output.backward(case.d_output)
     again.backward(case.d_output)
-    assert torch.equal(output, again)
-    assert torch.equal(packed.grad, torch.stack([x.grad for x in listed]))
+    # not to the bit, since BLAS may add in another order where a row begins at another address
+    torch.testing.assert_close(output, again)
+    torch.testing.assert_close(packed.grad, torch.stack([x.grad for x in listed]))
 
 
 def test_one_tensor_as_several_sources(path):

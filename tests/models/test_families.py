@@ -106,8 +106,8 @@ def test_saves_and_reloads_through_the_auto_classes(family, tmp_path):
     saved = [load_file(tmp_path / name / "model.safetensors") for name in ("first", "second")]
     assert saved[0].keys() == saved[1].keys()
     assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
-    with torch.no_grad():
-        assert torch.equal(again(**inputs).logits, model(**inputs).logits)
+    with torch.no_grad():  # the weights are equal; BLAS may add in another order where they lie elsewhere
+        torch.testing.assert_close(again(**inputs).logits, model(**inputs).logits)
 
 
 @pytest.mark.parametrize("family", FIELDS)

@@ -11,7 +11,13 @@ import torch
 
 from attention_residuals.config import AttnResConfig
 from attention_residuals.models.families import FAMILIES
-from attention_residuals.planner.calibration import PHASES, Calibration, PartSeconds, calibrated_rows
+from attention_residuals.planner.calibration import (
+    FORWARD_FLOPS,
+    PHASES,
+    Calibration,
+    PartSeconds,
+    calibrated_rows,
+)
 from attention_residuals.planner.layout import Layout
 from attention_residuals.planner.plain_model import describe
 from attention_residuals.planner.prediction import Planner
@@ -101,13 +107,12 @@ def test_tensor_parallelism_divides():
 
 
 def test_long_rows_are_cut():
-    planner = planner_of(batch=64, context=1024)
-    batch, context = calibrated_rows(planner.run, planner.layout)
-    assert 1 <= batch <= 64 and 64 <= context <= 1024
+    planner = planner_of(batch=1024, context=1024)
     run, layout = planner.run, planner.layout
-    flops = (run.head.flops + sum(part.flops for part in run.layers)) / (64 * 1024) * batch * context
-    assert flops <= 4e9
-    assert calibrated_rows(run, layout) == (batch, context)
+    batch, context = calibrated_rows(run, layout)
+    assert 1 <= batch <= 1024 and 64 <= context <= 1024
+    whole = run.head.flops + sum(part.flops for part in run.layers)
+    assert whole * batch * context / 1024**2 <= FORWARD_FLOPS < whole
 
 
 def test_more_stages_than_layers():

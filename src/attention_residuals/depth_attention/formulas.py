@@ -30,7 +30,7 @@ from torch import Tensor
 
 # The most terms that one BLAS call adds up: in a dot product over the width, and in a sum over tokens. BLAS
 # adds in sequence, so that its error grows with the number of terms; in pieces it stays near torch.sum's.
-DOT_TERMS = 1024
+DOT_TERMS = 512
 SUM_TERMS = 128
 
 Rows = Tensor | list[Tensor]
