@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import attention_residuals as ar
 from attention_residuals.sharded_prefill import sharded_prefill
+from benchmarks.models import move_queries
 from benchmarks.timing import peak_bytes, save
 
 TOKENS, WIDTH = 4096, 512
@@ -51,8 +52,7 @@ def build() -> nn.Module:
     """A Qwen3.5 with random weights, queries away from zero, in float32."""
     torch.manual_seed(0)
     model = ar.Qwen3_5AttnResForCausalLM(ar.Qwen3_5AttnResConfig(**FIELDS, attn_res=READS))
-    for read in (module for module in model.modules() if isinstance(module, ar.DepthRead)):
-        nn.init.normal_(read.query, std=read.width**-0.5)
+    move_queries(model)
     return model.eval()
 
 

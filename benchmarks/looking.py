@@ -18,6 +18,7 @@ from torch import Tensor
 
 import attention_residuals as ar
 from attention_residuals.training.presets import PRESETS
+from benchmarks.models import move_queries
 from benchmarks.timing import alternate, median_ratio, medians, save
 
 # name -> preset, fields that replace its own, batch and context
@@ -34,8 +35,7 @@ def model_of(preset: str, fields: dict[str, Any], mode: dict[str, Any]) -> torch
     torch.manual_seed(0)
     config = ar.Qwen3_5AttnResConfig(**{**PRESETS[preset].fields, **fields}, attn_res=mode)
     model = ar.Qwen3_5AttnResForCausalLM(config).eval()
-    for read in (module for module in model.modules() if isinstance(module, ar.DepthRead)):
-        torch.nn.init.normal_(read.query, std=read.width**-0.5)
+    move_queries(model)
     return model
 
 

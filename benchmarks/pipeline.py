@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 import attention_residuals as ar
@@ -24,6 +23,7 @@ from attention_residuals.planner.layout import Layout
 from attention_residuals.planner.plain_model import describe
 from attention_residuals.planner.prediction import Planner
 from attention_residuals.training.presets import PRESETS
+from benchmarks.models import move_queries
 from benchmarks.timing import alternate, median_ratio, medians, save
 
 RANKS, MICROBATCHES = 2, 4
@@ -87,8 +87,7 @@ def measure(rank: int, name: str, virtual: int, splits: dict[str, Any], runs: in
         torch.manual_seed(0)
         config = ar.Qwen3_5AttnResConfig(**fields_of(preset), attn_res=attn_res)
         model = ar.Qwen3_5AttnResForCausalLM(config)
-        for read in (module for module in model.modules() if isinstance(module, ar.DepthRead)):
-            nn.init.normal_(read.query, std=read.width**-0.5)
+        move_queries(model)
         plan = plan_stages(model, RANKS, virtual_stages=virtual, layers=splits[mode])
         pipeline = Pipeline(model, plan, schedule=SCHEDULES[virtual], num_microbatches=MICROBATCHES)
         arms[mode] = step(pipeline, torch.randint(0, VOCABULARY, (batch * MICROBATCHES, context)))

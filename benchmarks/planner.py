@@ -20,6 +20,7 @@ from attention_residuals.planner.layout import Layout
 from attention_residuals.planner.plain_model import describe
 from attention_residuals.planner.prediction import Planner
 from attention_residuals.training.presets import PRESETS
+from benchmarks.models import move_queries
 from benchmarks.timing import alternate, median_ratio, medians, save
 from benchmarks.whole_model import decode, prefill, training_step
 
@@ -45,8 +46,7 @@ def build(preset: str, fields: dict[str, Any]) -> dict[str, Any]:
     for name, attn_res in MODES.items():
         config = ar.Qwen3_5AttnResConfig(**fields, attn_res=attn_res)
         models[name] = ar.Qwen3_5AttnResForCausalLM(config).eval()
-        for read in (module for module in models[name].modules() if isinstance(module, ar.DepthRead)):
-            torch.nn.init.normal_(read.query, std=read.width**-0.5)
+        move_queries(models[name])
     return models
 
 

@@ -79,12 +79,12 @@ def main(arguments: Sequence[str]) -> None:
         failures = outcome.failures
     stored = RESULTS / "reproduction.json"
     figures: dict[str, Any] = json.loads(stored.read_text(encoding="utf-8")) if stored.exists() else {}
-    figures["origin"] = {**origin(), "command": "make reproduce", "threads": 1}
     for part, plan in plans.items():
         folder = given.work / part
         folder.mkdir(exist_ok=True)
         report = write_report(plan, folder, failures=failures)
-        figures[part] = figures_of(report)
+        made = {**origin(), "command": "make reproduce", "threads": 1}
+        figures[part] = {"origin": made, **figures_of(report)}
         keep(part, report)
         write_tables(part, report)
     write_beside(stored, json.dumps(figures, indent=2) + "\n")

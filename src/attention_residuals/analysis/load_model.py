@@ -181,13 +181,13 @@ def _load_shards(checkpoint: Path, run: Path, dtype: str) -> Any:
     from transformers import AutoConfig
 
     import attention_residuals  # noqa: F401  registers our models with the Auto classes
-    from attention_residuals.analysis.load_shards import load_shards
+    from attention_residuals.training.shard_checkpoints import load_whole_model
 
     try:
         config = AutoConfig.from_pretrained(run, local_files_only=True)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{run} has no usable configuration: {_first_line(error)}") from error
-    model = load_shards(checkpoint, config)
+    model = load_whole_model(checkpoint, config)
     return model if dtype == "auto" else model.to(getattr(torch, dtype))
 
 

@@ -9,13 +9,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
-from transformers import PreTrainedConfig
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from attention_residuals.errors import UserError
 from attention_residuals.models.auto import causal_lm_class
@@ -67,19 +68,61 @@ def load_shards(checkpoint: Path, share: ModelShare, optimizer: torch.optim.Opti
     try:
         dcp.load(_state(share, optimizer), checkpoint_id=checkpoint)
     except dcp.CheckpointException as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
-        raise UserError(f"{checkpoint} could not be loaded: {reason}") from error
+        raise UserError(f"{checkpoint} could not be loaded: {_reason(error)}") from error
+
+
+def load_whole_model(checkpoint: Path, config: PreTrainedConfig) -> PreTrainedModel:
+    """The model of a sharded checkpoint, in one process and without a process group.
+
+    The optimizer's tensors aren't read.
+
+    Args:
+        config: the run's.
+
+    Raises:
+        UserError: the configuration is of no language model, or the checkpoint is damaged or of another.
+    """
+    try:
+        model: PreTrainedModel = causal_lm_class(config)(config)
+    except KeyError as error:
+        raise UserError(
+            f"config.json must be of a language model, got model_type {config.model_type!r}; put the run's "
+            "own back"
+        ) from error
+    names = first_names(model)
+    tensors = {names[name]: tensor for name, tensor in model.state_dict().items()}
+    try:
+        _check_no_others(checkpoint, tensors)
+        with warnings.catch_warnings():  # one process is what is meant
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.load({"model": tensors}, checkpoint_id=checkpoint, no_dist=True)
+    except UserError:
+        raise
+    except (Exception, dcp.CheckpointException) as error:  # torch raises what reading and unpickling raise
+        raise UserError(
+            f"{checkpoint} could not be loaded: {_reason(error)}; copy it again or use an earlier checkpoint"
+        ) from error
+    return model
 
 
 def save_whole_model(checkpoint: Path, config: PreTrainedConfig, folder: Path) -> None:
     """Write a sharded checkpoint's model as a Hugging Face folder. One process calls this, alone."""
-    model = causal_lm_class(config)(config)
-    names = first_names(model)
-    tensors = {names[name]: tensor for name, tensor in model.state_dict().items()}
-    with warnings.catch_warnings():  # one process is what is meant
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.load({"model": tensors}, checkpoint_id=checkpoint, no_dist=True)
-    model.save_pretrained(folder)
+    load_whole_model(checkpoint, config).save_pretrained(folder)
+
+
+def _check_no_others(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse a checkpoint with more tensors, since torch reads those it is asked for."""
+    stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    known = {f"model.{name}" for name in tensors}
+    if others := sorted(name for name in stored if name.startswith("model.") and name not in known):
+        raise UserError(
+            f"{checkpoint} holds {len(others)} unknown tensors, such as {others[0].removeprefix('model.')}; "
+            "they do not belong to its run's config.json"
+        )
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[-1]
 
 
 def _state(share: ModelShare, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
